@@ -1,0 +1,1 @@
+"""Typed configuration. No torch here: a wrong config fails in milliseconds."""

@@ -1,0 +1,156 @@
+"""The whole configuration of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lctrain.config.checks import MISSING, require
+from lctrain.config.data import DataConfig
+from lctrain.config.memory import MemoryConfig
+from lctrain.config.model import ModelConfig
+from lctrain.config.optim import OptimConfig
+from lctrain.config.parallel import ParallelConfig
+from lctrain.config.precision import PrecisionConfig
+from lctrain.config.schedule import ScheduleConfig
+
+
+class Device(Enum):
+    """Where the job runs; `auto` takes cuda, then npu, then cpu."""
+
+    auto = "auto"
+    cuda = "cuda"
+    npu = "npu"
+    cpu = "cpu"
+
+
+@dataclass(kw_only=True)
+class LoopConfig:
+    """How long to train and how large a step is.
+
+    max_steps or max_epochs: whichever comes first; at least one must be set.
+    global_batch_size: sequences a step over all ranks; fixes the optimisation whatever the layout.
+    micro_batch_size: sequences a forward pass on one data rank; only speed and memory depend on it.
+    max_grad_norm: clip at this global norm; null is off.
+    max_skipped_steps: this many non-finite steps in a row end the run.
+    """
+
+    max_steps: int | None = None
+    max_epochs: float | None = None
+    global_batch_size: int = 8
+    micro_batch_size: int = 1
+    max_grad_norm: float | None = 1.0
+    max_skipped_steps: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "max_epochs", "max_grad_norm"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"train.{name}", value, "must be positive", "or null for no limit")
+        for name in ("global_batch_size", "micro_batch_size", "max_skipped_steps"):
+            value = getattr(self, name)
+            require(value >= 1, f"train.{name}", value, "must be at least 1", "give a whole number")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Validation on the held-out documents (data.held_out or data.eval_path).
+
+    every_steps: 0 evaluates at the end only. max_sequences: the first so many; null means all.
+    """
+
+    every_steps: int = 0
+    max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "must not be negative",
+                "0 evaluates at the end only")
+        require(self.max_sequences is None or self.max_sequences >= 1, "eval.max_sequences", self.max_sequences,
+                "must be at least 1", "or null for all")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """save_steps: 0 saves at the end and on preemption only.
+
+    resume: a path (run directory or checkpoints/step-N), or `auto` for the last whole one of run_dir.
+    """
+
+    kind: str = "checkpoint"
+    save_steps: int = 0
+    save_total_limit: int = 2
+    save_at_end: bool = True
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.save_steps >= 0, "checkpoint.save_steps", self.save_steps, "must not be negative",
+                "0 saves at the end only")
+        require(self.save_total_limit >= 1, "checkpoint.save_total_limit", self.save_total_limit,
+                "must be at least 1", "it is the number of checkpoints kept")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """every_steps: steps between two records of metrics.jsonl."""
+
+    kind: str = "logging"
+    every_steps: int = 1
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 1, "logging.every_steps", self.every_steps, "must be at least 1",
+                "1 logs every step")
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """How ranks are started.
+
+    default_ranks: what a recipe was written for. nproc_per_node: yours; null takes default_ranks over
+    the nodes, 1 for parallel=single, or what torchrun or accelerate started.
+    timeout_s: how long a collective may wait for the others. prepare_timeout_s: how long the other
+    ranks wait for the first to tokenise.
+    """
+
+    kind: str = "launch"
+    default_ranks: int = 1
+    nproc_per_node: int | None = None
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    timeout_s: int = 1800
+    prepare_timeout_s: int = 86400
+
+    def __post_init__(self) -> None:
+        for name in ("default_ranks", "nnodes", "timeout_s", "prepare_timeout_s"):
+            value = getattr(self, name)
+            require(value >= 1, f"launch.{name}", value, "must be at least 1", "give a whole number")
+        require(self.nproc_per_node is None or self.nproc_per_node >= 1, "launch.nproc_per_node",
+                self.nproc_per_node, "must be at least 1", "or null for the recipe's")
+        if self.nnodes > 1:
+            require(self.rdzv_endpoint is not None, "launch.rdzv_endpoint", self.rdzv_endpoint,
+                    f"must be set with launch.nnodes={self.nnodes}", "give the first node's host:port on every node")
+            require(self.node_rank is not None and 0 <= self.node_rank < self.nnodes, "launch.node_rank",
+                    self.node_rank, f"must be 0 to {self.nnodes - 1}", "give each node its own number")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The root. `recipe` is the name of the overlay that was chosen; groups with several classes must be chosen."""
+
+    recipe: str | None = None
+    run_dir: str | None = None
+    device: Device = Device.auto
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    optim: OptimConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    precision: PrecisionConfig = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -1,0 +1,66 @@
+"""The order contract: which samples make a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+EMPTY = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """One permutation of all samples after another, cut into global batches.
+
+    A pure function of these fields and the step: never of world size, layout, workers or history.
+
+    size: samples in the data set. seed: any integer. global_batch_size: samples a step.
+    limit: samples before the data ends; later places of a step are EMPTY. None means no end.
+    """
+
+    size: int
+    seed: int
+    global_batch_size: int
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.size > 0, "an order of no samples"
+        assert self.global_batch_size > 0, self.global_batch_size
+
+    def step_indices(self, step: int) -> np.ndarray:
+        """The samples of `step` (from 0), [global_batch_size] int64; EMPTY past the limit."""
+        start = step * self.global_batch_size
+        places = np.arange(start, start + self.global_batch_size, dtype=np.int64)
+        indices = np.full(len(places), EMPTY, np.int64)
+        live = len(places) if self.limit is None else min(max(self.limit - start, 0), len(places))
+        epochs, within = np.divmod(places[:live], self.size)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            indices[:live][chosen] = _permutation(self.size, self.seed, epoch)[within[chosen]]
+        return indices
+
+    def samples_in(self, max_epochs: float) -> int:
+        """Samples in so many epochs, rounded up: the limit of a run of that length."""
+        return math.ceil(round(max_epochs * self.size, 6))  # 1.1 * 10 is 11.000000000000002
+
+    def steps_for(self, max_epochs: float) -> int:
+        """Steps that see all samples of so many epochs; the last one may be uneven."""
+        return -(-self.samples_in(max_epochs) // self.global_batch_size)
+
+    def epoch_of(self, step: int) -> float:
+        """Passes over the data before `step` begins."""
+        seen = step * self.global_batch_size
+        return (seen if self.limit is None else min(seen, self.limit)) / self.size
+
+
+@lru_cache(maxsize=2)  # the current epoch and the next one, which a step may reach into
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    # Raw bits and a stable sort: NumPy promises these streams for ever, but not those of
+    # Generator.permutation, and a resumed run may have another NumPy.
+    bits = np.random.Philox(np.random.SeedSequence([seed % 2**64, epoch]))
+    order = np.argsort(bits.random_raw(size), kind="stable")
+    order.setflags(write=False)
+    return order

@@ -1,0 +1,134 @@
+"""single, DDP, FSDP2 and HSDP with torch's own parts.
+
+The gradient contract: after the last micro-step, gradients are the sum over micro-batches, data
+ranks and sequence shards of d(loss sum) / global count. FSDP2's averaging is turned off where the
+model is sharded (parallel/apply.py); DDP's is cancelled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lctrain.config.parallel import DdpConfig, ParallelConfig
+from lctrain.optim.loss_scale import LossScale
+from lctrain.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """grad_norm: global norm before clipping, of unscaled gradients. skipped: it was not finite."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class NativeEngine:
+    """Runs forward, backward and update of one module under torch's layouts."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        parallel: ParallelConfig,
+        mesh: Mesh,
+        compute_dtype: torch.dtype,
+        scale: LossScale,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.scale = scale
+        self._max_grad_norm = max_grad_norm
+        self._sharded = isinstance(module, FSDPModule)
+        self._device_type = mesh.device.type
+        self._compute_dtype = compute_dtype
+        self.model: nn.Module = _ddp(module, parallel, mesh) if isinstance(parallel, DdpConfig) else module
+
+    @contextmanager
+    def microstep(self, *, last: bool) -> Iterator[None]:
+        """Around a micro-batch's forward and backward; gradients cross ranks when `last`.
+
+        FSDP2 reduce-scatters every micro-batch, so that no rank ever holds a whole gradient, and sums
+        across replicas only at the last.
+        """
+        hold: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.model, DistributedDataParallel) and not last:
+            hold = self.model.no_sync()
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(last)
+            self.module.set_is_last_backward(last)
+        with hold, self.autocast():
+            yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision where FSDP2's policy does not provide it."""
+        if self._sharded or self._compute_dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._compute_dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`, a share of the global mean."""
+        (loss * self.scale.value).backward()
+
+    def step(self, lr: float) -> StepResult:
+        """Unscale, clip, update and zero. A non-finite norm skips the update on every rank alike."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) / self.scale.value
+        grad_norm = float(norm)
+        finite = norm.isfinite().item()
+        if finite:
+            self._scale_grads(grads, self._clip_factor(grad_norm) / self.scale.value)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scale.update(finite=bool(finite))
+        return StepResult(grad_norm, not finite)
+
+    def _clip_factor(self, grad_norm: float) -> float:
+        if self._max_grad_norm is None or grad_norm <= self._max_grad_norm:
+            return 1.0
+        return self._max_grad_norm / grad_norm
+
+    @staticmethod
+    def _scale_grads(grads: list[torch.Tensor], factor: float) -> None:
+        if factor != 1.0:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+            torch._foreach_mul_(local, factor)
+
+
+def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: sum where DDP would average (axis: all ranks)."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+# DDP compares annotations with types, and this file's are strings.
+_sum_bucket.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+def _ddp(module: nn.Module, parallel: DdpConfig, mesh: Mesh) -> DistributedDataParallel:
+    device_ids = None if mesh.device.type == "cpu" else [mesh.device.index]
+    # Ranks build equal weights themselves, so DDP need not broadcast them.
+    model = DistributedDataParallel(
+        module,
+        device_ids=device_ids,
+        bucket_cap_mb=parallel.bucket_mb,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        broadcast_buffers=False,
+    )
+    model.register_comm_hook(None, _sum_bucket)
+    return model

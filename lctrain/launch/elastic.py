@@ -1,0 +1,49 @@
+"""Start this node's ranks of a job that spans nodes, through torch's elastic agent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lctrain.config.root import LaunchConfig
+from lctrain.errors import EXIT_BUG, EXIT_OK
+
+
+def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int) -> int:
+    """Run `python -m lctrain.worker ARGUMENTS` as this node's share of the ranks; returns the exit code.
+
+    Node 0 hosts the store at launch.rdzv_endpoint. Ranks are not restarted: a run continues from its
+    checkpoint instead.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as AgentConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    assert launch.rdzv_endpoint is not None
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
+    os.environ["LCTRAIN_LAUNCHED"] = "elastic"
+    config = AgentConfig(
+        min_nodes=launch.nnodes,
+        max_nodes=launch.nnodes,
+        nproc_per_node=ranks_per_node,
+        rdzv_backend="static",
+        rdzv_endpoint=launch.rdzv_endpoint,
+        rdzv_configs={"rank": launch.node_rank, "timeout": launch.timeout_s},
+        run_id="lctrain",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        local_addr=None,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "lctrain.worker", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        print(f"error: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr, flush=True)
+        return EXIT_BUG
+    return EXIT_OK

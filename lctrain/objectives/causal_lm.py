@@ -1,0 +1,37 @@
+"""Next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lctrain.objectives.base import Work
+from lctrain.ops.attention.documents import Documents
+from lctrain.ops.text_batch import TextBatch
+from lctrain.parallel.sequence import split_batch
+from lctrain.runtime.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CausalLMObjective:
+    """Sum of cross entropies over tokens that carry loss; count is the number of such tokens."""
+
+    unit = "tokens"
+
+    def __init__(self, mesh: Mesh, flops: Callable[[Documents], float]) -> None:
+        self._mesh = mesh
+        self._flops = flops
+
+    def work(self, batch: TextBatch) -> Work:
+        """Counted on the unsplit batch, so that every layout divides by the same number."""
+        return Work(count=batch.count, units=batch.tokens, flops=self._flops(batch.documents))
+
+    def shard(self, batch: TextBatch) -> TextBatch:
+        """This rank's columns [B, S / sp], on its device."""
+        return split_batch(batch, self._mesh.sp_rank, self._mesh.sizes.sp).to(self._mesh.device.torch_device)
+
+    def loss_sum(self, model: Any, batch: TextBatch) -> torch.Tensor:
+        """Cross entropy summed over this rank's tokens."""
+        return model(batch.input_ids, batch.position_ids, batch.labels, batch.documents)

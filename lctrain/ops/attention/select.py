@@ -1,0 +1,37 @@
+"""Which attention kernel runs: the one asked for, or the fastest that can."""
+
+from __future__ import annotations
+
+import torch
+
+from lctrain.config.model import AttentionKernel
+from lctrain.errors import ConfigError
+from lctrain.ops.attention.flash import FlashKernel
+from lctrain.ops.attention.interface import Kernel
+from lctrain.ops.attention.reference import ReferenceKernel
+from lctrain.ops.attention.sdpa import SdpaKernel
+
+_KERNELS: dict[AttentionKernel, type[Kernel]] = {
+    AttentionKernel.flash: FlashKernel,
+    AttentionKernel.sdpa: SdpaKernel,
+    AttentionKernel.reference: ReferenceKernel,
+}
+"""Fastest first: the order in which `auto` asks them."""
+
+
+def select_kernel(name: AttentionKernel, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The kernel to use for tensors of `dtype` on `device_type`.
+
+    Raises ConfigError when a kernel asked for by name cannot run there.
+    """
+    if name is AttentionKernel.auto:
+        kernels = [kind() for kind in _KERNELS.values()]
+        return next(kernel for kernel in kernels if kernel.available(device_type, dtype) is None)
+    kernel = _KERNELS[name]()
+    reason = kernel.available(device_type, dtype)
+    if reason is not None:
+        raise ConfigError(
+            f"model.attention={name.name} cannot run: {reason}; "
+            "use model.attention=auto for the fastest kernel that can"
+        )
+    return kernel

@@ -1,0 +1,43 @@
+"""Which parameters decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Group:
+    """Named parameters that share a weight decay."""
+
+    label: str
+    weight_decay: float
+    named: tuple[tuple[str, nn.Parameter], ...]
+
+    def describe(self) -> str:
+        """One line for the log: how many tensors and numbers, and their decay."""
+        size = sum(p.numel() for _, p in self.named)
+        return f"{self.label}: {len(self.named)} tensors, {size:,} parameters, weight decay {self.weight_decay:g}"
+
+
+def split_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Weights of two dimensions or more decay; norms' and biases do not.
+
+    Norms are told by module type as well as by shape, so that a norm with a matrix weight is caught.
+    """
+    no_decay_ids = {
+        id(p) for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)
+    }
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decay = tuple((n, p) for n, p in named if p.ndim >= 2 and id(p) not in no_decay_ids)
+    chosen = {n for n, _ in decay}
+    rest = tuple((n, p) for n, p in named if n not in chosen)
+    groups = [Group("decayed", weight_decay, decay), Group("norms and biases", 0.0, rest)]
+    return [g for g in groups if g.named]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__

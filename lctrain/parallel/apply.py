@@ -1,0 +1,64 @@
+"""The one place where a model meets its layout, in one order: attention, recompute, then FSDP2.
+
+DDP wraps later (engines/native.py), because it needs real parameters and FSDP2 needs meta ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lctrain.config.memory import MemoryConfig, Recompute
+from lctrain.config.parallel import FsdpConfig, ParallelConfig
+from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.interface import Kernel, attend_batch
+from lctrain.parallel.recompute import recompute_layers
+from lctrain.parallel.ulysses import ulysses_attend
+from lctrain.runtime.mesh import Mesh
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents, float], torch.Tensor]
+
+
+def attention_for(kernel: Kernel, mesh: Mesh) -> Attend:
+    """The attention of a layout: the kernel itself, or the kernel between two all-to-alls (axis sp).
+
+    The result takes q [B, S, H, D], k, v [B, S, K, D], documents, scale and returns [B, S, H, D].
+    """
+    if mesh.sizes.sp > 1:
+        group = mesh.sp_group
+        return lambda q, k, v, documents, scale: ulysses_attend(kernel, q, k, v, documents, scale=scale, group=group)
+    return lambda q, k, v, documents, scale: attend_batch(kernel, q, k, v, documents, scale=scale)
+
+
+def apply_layout(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    *,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Recompute, then shard `layers` one by one and the rest as the root. `model` may be on meta."""
+    if memory.recompute is Recompute.full:
+        recompute_layers(layers)
+    if not isinstance(parallel, FsdpConfig):
+        return
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    shard = partial(fully_shard, mesh=mesh.shard_mesh, mp_policy=policy)
+    for layer in layers:
+        shard(layer, reshard_after_forward=parallel.reshard_after_forward)
+    # The root's own parameters (embedding, last norm, head) are needed first and last in every pass.
+    shard(model, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums: the loss was already divided by the global count.
+            module.set_gradient_divide_factor(1.0)
+            # A plain sum is the one reduction every backend has (gloo and HCCL lack NCCL's pre-multiplied one).
+            module.set_force_sum_reduction_for_comms(True)
+
+

@@ -1,0 +1,314 @@
+"""Context parallelism: exact attention over a sequence whose columns are spread over ranks (zigzag).
+
+`ring_attend` passes keys and values around a ring, one rank at a time, while computing on those it
+has; `allgather_attend` gathers them all first, which is fewer and larger messages and kernel calls for
+few, long documents. Both take any kernel: a block's output and log-sum-exp are merged in fp32, and its
+backward is the kernel's own, fed the global log-sum-exp.
+Sources: Liu et al., Ring Attention, arXiv:2310.01889; zigzag order after Brandon et al., Striped
+Attention, arXiv:2311.09431 (there interleaved by token, here by chunk).
+
+Legend: B rows, S whole sequence, s = S / n this rank's columns, t = B * s, H query heads, K key/value heads,
+D head dim, n ranks of the `cp` axis, P = 2 (keys, values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.interface import Kernel, to_autocast_dtype
+from lctrain.parallel.zigzag import (
+    Rectangle,
+    chunk_starts,
+    local_documents,
+    prefix_rectangles,
+    ring_rectangles,
+)
+
+_KV_TAG, _GRAD_TAG = 0, 1
+
+
+def ring_attend(
+    kernel: Kernel,
+    q_BsHD: torch.Tensor,
+    k_BsKD: torch.Tensor,
+    v_BsKD: torch.Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Causal attention inside documents over columns split zigzag across `group` (axis cp): out_BsHD.
+
+    documents: boundaries of the whole [B * S] batch. n - 1 point-to-point messages a pass and rank.
+    """
+    return _apply(_Ring, kernel, q_BsHD, k_BsKD, v_BsKD, documents, scale, group)
+
+
+def allgather_attend(
+    kernel: Kernel,
+    q_BsHD: torch.Tensor,
+    k_BsKD: torch.Tensor,
+    v_BsKD: torch.Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """As `ring_attend`, with one all-gather forward, and one all-gather and reduce-scatter backward (axis cp)."""
+    return _apply(_AllGather, kernel, q_BsHD, k_BsKD, v_BsKD, documents, scale, group)
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    q, k, v = to_autocast_dtype(q, k, v)
+    block = _Blocks(kernel, documents, q.shape[0], scale, dist.get_rank(group), dist.get_world_size(group))
+    out_tHD = function.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), block, group)
+    return out_tHD.view(q.shape)
+
+
+class _Blocks:
+    """Kernel calls on blocks of one rank's attention, accumulated in fp32."""
+
+    def __init__(
+        self, kernel: Kernel, documents: Documents, rows: int, scale: float, rank: int, size: int
+    ) -> None:
+        self.kernel, self.documents, self.rows, self.scale = kernel, documents, rows, scale
+        self.rank, self.size = rank, size
+        self.own = local_documents(documents, rows, rank, size)
+
+    def from_source(self, source: int) -> tuple[Rectangle, ...]:
+        """Rectangles against the keys of rank `source`."""
+        return ring_rectangles(self.documents, self.rows, self.rank, source, self.size)
+
+    def forward_own(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The causal triangles inside this rank's chunks: (out_tHD fp32, lse_Ht)."""
+        out, lse = self.kernel.forward(q, kv[0], kv[1], self.own, scale=self.scale)
+        return out.float(), lse.clone(memory_format=torch.contiguous_format)
+
+    def forward_add(
+        self, q: torch.Tensor, kv: torch.Tensor, rectangles: Sequence[Rectangle], out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Merge rectangles into `out` and `lse` in place, weighing each part by its share of the softmax sum."""
+        if not rectangles:
+            return
+        q_rows, k_rows, documents = _gather_plan(rectangles)
+        part, part_lse = self.kernel.forward(
+            _take(q, q_rows), _take(kv[0], k_rows), _take(kv[1], k_rows), documents[0],
+            scale=self.scale, causal=False, kv_documents=documents[1],
+        )  # fmt: skip
+        done = 0
+        for rows in q_rows:
+            width = rows.stop - rows.start
+            new, new_lse = part[done : done + width], part_lse[:, done : done + width]
+            total = torch.logaddexp(lse[:, rows], new_lse)
+            out[rows] *= (lse[:, rows] - total).exp().t().unsqueeze(-1)
+            out[rows] += new * (new_lse - total).exp().t().unsqueeze(-1)
+            lse[:, rows] = total
+            done += width
+
+    def backward_own(self, saved: _Saved, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dq_tHD, dkv_PtKD) of the causal triangles, fp32."""
+        dq, dk, dv = self.kernel.backward(
+            saved.grad, saved.q, kv[0], kv[1], saved.out, saved.lse, self.own, scale=self.scale
+        )
+        return dq.float(), torch.stack((dk, dv)).float()
+
+    def backward_add(
+        self,
+        saved: _Saved,
+        kv: torch.Tensor,
+        rectangles: Sequence[Rectangle],
+        dq: torch.Tensor,
+        dkv: torch.Tensor,
+    ) -> None:
+        """Add the gradients of rectangles to `dq` and `dkv` in place."""
+        if not rectangles:
+            return
+        q_rows, k_rows, documents = _gather_plan(rectangles)
+        parts = self.kernel.backward(
+            _take(saved.grad, q_rows), _take(saved.q, q_rows), _take(kv[0], k_rows), _take(kv[1], k_rows),
+            _take(saved.out, q_rows), torch.cat([saved.lse[:, r] for r in q_rows], dim=1), documents[0],
+            scale=self.scale, causal=False, kv_documents=documents[1],
+        )  # fmt: skip
+        _add_rows(dq, parts[0], q_rows)
+        _add_rows(dkv[0], parts[1], k_rows)
+        _add_rows(dkv[1], parts[2], k_rows)
+
+
+class _Saved:
+    """What every block's backward needs: queries, the global output and log-sum-exp, and the output's gradient."""
+
+    def __init__(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:
+        self.q, self.out, self.lse, self.grad = q, out, lse, grad.contiguous()
+
+
+def _gather_plan(rectangles: Sequence[Rectangle]) -> tuple[list[slice], list[slice], tuple[Documents, Documents]]:
+    q_rows = [slice(r.q_start, r.q_end) for r in rectangles]
+    k_rows = [slice(r.k_start, r.k_end) for r in rectangles]
+    lengths = [Documents.from_lengths(r.stop - r.start for r in rows) for rows in (q_rows, k_rows)]
+    return q_rows, k_rows, (lengths[0], lengths[1])
+
+
+def _take(x: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
+    """Rows of x; a view when there is one run of them."""
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[r] for r in rows])
+
+
+def _add_rows(target: torch.Tensor, values: torch.Tensor, rows: Sequence[slice]) -> None:
+    done = 0
+    for r in rows:
+        width = r.stop - r.start
+        target[r] += values[done : done + width]
+        done += width
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        kv = torch.stack((k, v))
+        out = lse = torch.empty(0)
+        for step in range(blocks.size):
+            source = (blocks.rank - step) % blocks.size
+            arriving = _pass_on(kv, group, _KV_TAG) if step < blocks.size - 1 else None
+            if step == 0:
+                out, lse = blocks.forward_own(q, kv)
+            blocks.forward_add(q, kv, blocks.from_source(source), out, lse)
+            if arriving is not None:
+                kv = arriving()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.group = blocks, group
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        blocks, group = ctx.blocks, ctx.group
+        saved = _Saved(q, out, lse, grad)
+        kv = torch.stack((k, v))
+        dq = torch.empty(0)
+        # dkv follows its keys around the ring, one hop behind, and needs one hop more to come home.
+        dkv_arriving: Callable[[], torch.Tensor] | None = None
+        for step in range(blocks.size):
+            source = (blocks.rank - step) % blocks.size
+            arriving = _pass_on(kv, group, _KV_TAG) if step < blocks.size - 1 else None
+            if step == 0:
+                dq, part = blocks.backward_own(saved, kv)
+            else:
+                part = torch.zeros_like(kv, dtype=torch.float32)
+            blocks.backward_add(saved, kv, blocks.from_source(source), dq, part)
+            dkv = part if dkv_arriving is None else part.add_(dkv_arriving())
+            dkv_arriving = _pass_on(dkv, group, _GRAD_TAG)
+            if arriving is not None:
+                kv = arriving()
+        assert dkv_arriving is not None
+        dk, dv = dkv_arriving().to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _pass_on(x: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Callable[[], torch.Tensor]:
+    """Start sending x to the next rank and receiving from the one before; call the result to wait for it."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return lambda: x
+    got = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, got, group=group, tag=tag, group_peer=(rank - 1) % size),
+        ]
+    )
+
+    def finish() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return got
+
+    return finish
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        kv = torch.stack((k, v))
+        arriving = _gather(kv, group)
+        out, lse = blocks.forward_own(q, kv)
+        whole = _in_order(arriving(), blocks)
+        for part in prefix_rectangles(blocks.documents, blocks.rows, blocks.rank, blocks.size):
+            blocks.forward_add(q, whole, part, out, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.group = blocks, group
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        blocks, group = ctx.blocks, ctx.group
+        saved = _Saved(q, out, lse, grad)
+        kv = torch.stack((k, v))
+        arriving = _gather(kv, group)
+        dq, own = blocks.backward_own(saved, kv)
+        whole = _in_order(arriving(), blocks)
+        dwhole = torch.zeros_like(whole, dtype=torch.float32)
+        for part in prefix_rectangles(blocks.documents, blocks.rows, blocks.rank, blocks.size):
+            blocks.backward_add(saved, whole, part, dq, dwhole)
+        mine = torch.empty_like(own)
+        dist.reduce_scatter_tensor(mine, _by_rank(dwhole, blocks).flatten(0, 1), group=group)
+        dk, dv = (mine + own).to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _gather(kv: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start gathering kv_PtKD of all ranks; call the result for [n, P, t, K, D]."""
+    size = dist.get_world_size(group)
+    got = kv.new_empty((size * kv.shape[0], *kv.shape[1:]))
+    work = dist.all_gather_into_tensor(got, kv, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return got.unflatten(0, (size, kv.shape[0]))
+
+    return finish
+
+
+def _chunk_order(blocks: _Blocks) -> list[int]:
+    """Where each chunk of the sequence lies among all ranks' chunks, two a rank."""
+    length = 2 * blocks.size
+    held = [first for rank in range(blocks.size) for first in chunk_starts(length, rank, blocks.size)]
+    return [held.index(chunk) for chunk in range(length)]
+
+
+def _in_order(gathered_nPtKD: torch.Tensor, blocks: _Blocks) -> torch.Tensor:
+    """[n, P, t, K, D] to [P, B * S, K, D], columns in the sequence's order."""
+    parts = gathered_nPtKD.unflatten(2, (blocks.rows, 2, -1))  # n P B 2 c K D
+    by_chunk = parts.permute(1, 2, 0, 3, 4, 5, 6).flatten(2, 3)  # P B 2n c K D
+    return by_chunk[:, :, _chunk_order(blocks)].flatten(1, 3)
+
+
+def _by_rank(whole_PTKD: torch.Tensor, blocks: _Blocks) -> torch.Tensor:
+    """The inverse of _in_order, contiguous."""
+    n, rows = blocks.size, blocks.rows
+    order = _chunk_order(blocks)
+    inverse = [order.index(i) for i in range(2 * n)]
+    by_chunk = whole_PTKD.unflatten(1, (rows, 2 * n, -1))[:, :, inverse]  # P B 2n c K D
+    return by_chunk.unflatten(2, (n, 2)).permute(2, 0, 1, 3, 4, 5, 6).flatten(2, 4).contiguous()

@@ -1,0 +1,157 @@
+"""cuda, npu and cpu behind one interface. Nothing outside this package names a device module."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lctrain.config.root import Device
+from lctrain.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+# Dense bf16/fp16 peaks in TFLOP/s by a part of the device's name (vendors' data sheets). An unknown
+# device has no peak, and MFU is then null instead of wrong.
+_PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "V100": 125.0,
+    "Ascend910B1": 364.0,
+    "Ascend910B2": 354.0,
+    "Ascend910B3": 295.0,
+    "Ascend910_93": 376.0,
+    "Ascend910A": 256.0,
+}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The device of this rank.
+
+    type: cuda, npu or cpu. index: its number on this machine (0 on cpu).
+    """
+
+    type: str
+    index: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device tensors of this rank live on."""
+        import torch
+
+        return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.index)
+
+    @property
+    def name(self) -> str:
+        """The vendor's name of the device."""
+        if self.type == "cpu":
+            return f"cpu ({os.cpu_count()} cores)"
+        return str(self._module().get_device_name(self.index))
+
+    @property
+    def backend(self) -> str:
+        """Process-group backends: gloo for host tensors, the vendor's for device tensors."""
+        return {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[self.type]
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense 16-bit peak in FLOP/s; None when the device is not in the table."""
+        name = self.name
+        return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+
+    def activate(self) -> None:
+        """Make this the process's current device."""
+        if self.type != "cpu":
+            self._module().set_device(self.index)
+
+    def synchronize(self) -> None:
+        """Wait for queued work."""
+        if self.type != "cpu":
+            self._module().synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory held so far: allocated device memory, or on cpu the process's resident set."""
+        if self.type != "cpu":
+            return int(self._module().max_memory_allocated())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def total_memory_bytes(self) -> int:
+        """Memory of the device; on cpu what the machine has available now."""
+        if self.type != "cpu":
+            return int(self._module().get_device_properties(self.index).total_memory)
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+
+    def supports_bf16(self) -> bool:
+        """Whether bf16 arithmetic exists on the device."""
+        if self.type == "cpu":
+            return True
+        return bool(self._module().is_bf16_supported())
+
+    def seed(self, value: int) -> None:
+        """Seed the host's and the device's generators."""
+        import torch
+
+        torch.manual_seed(value)
+
+    def _module(self):  # noqa: ANN202 - torch.cuda or torch.npu, which have no common type
+        import torch
+
+        return torch.get_device_module(self.type)
+
+
+def count(device_type: str) -> int | None:
+    """Devices of a type on this machine; None for cpu, where ranks may share cores."""
+    if device_type == "cpu":
+        return None
+    import torch
+
+    _load(device_type)
+    return int(torch.get_device_module(device_type).device_count())
+
+
+def choose(device: Device, local_rank: int, local_world_size: int) -> Accelerator:
+    """This rank's device.
+
+    Raises DeviceError when the type is absent or there are more ranks than devices.
+    """
+    device_type = _detect() if device is Device.auto else device.name
+    _load(device_type)
+    devices = count(device_type)
+    if devices == 0:
+        raise DeviceError(f"device={device.name} but no {device_type} device is visible; use device=cpu, or check "
+                          "the driver and the visible-devices variable")
+    if devices is not None and local_world_size > devices:
+        raise DeviceError(f"{local_world_size} ranks on this machine but {devices} {device_type} devices; set "
+                          f"launch.nproc_per_node={devices} or device=cpu")
+    return Accelerator(device_type, 0 if devices is None else local_rank)
+
+
+def _detect() -> str:
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current.type if current is not None and current.type in ("cuda", "npu") else "cpu"
+
+
+def _load(device_type: str) -> None:
+    """torch_npu registers the npu device when imported; a CUDA-less torch has no cuda module to offer."""
+    import torch
+
+    if device_type == "npu":
+        try:
+            import torch_npu  # noqa: F401
+        except ImportError as error:
+            raise DeviceError(f"device=npu but torch_npu cannot be imported ({error}); install the torch_npu that "
+                              f"matches torch {torch.__version__} and source CANN's set_env.sh, or use device=cpu") from error
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device=cuda but torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")

@@ -1,0 +1,138 @@
+"""The language regime's parts: model, engine, objective and data of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lctrain.config.model import ModelInit
+from lctrain.data.loader import TextLoader, eval_batches
+from lctrain.data.order import SampleOrder
+from lctrain.data.prepared import PreparedData
+from lctrain.engines.native import NativeEngine
+from lctrain.models.attention import AttentionRouter
+from lctrain.models.causal_lm import CausalLM, causal_flops, decoder_layers
+from lctrain.models.materialize import init_random, materialize_empty
+from lctrain.models.rope import verify_inv_freq
+from lctrain.models.weights import load_pretrained
+from lctrain.objectives.causal_lm import CausalLMObjective
+from lctrain.ops.attention.select import select_kernel
+from lctrain.optim.build import build_optimizer
+from lctrain.optim.groups import split_groups
+from lctrain.optim.loss_scale import LossScale
+from lctrain.ops.text_batch import TextBatch
+from lctrain.parallel.apply import apply_layout, attention_for
+from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.seed import derive
+from lctrain.train.session import Session
+
+
+@dataclass(frozen=True)
+class Language:
+    """model: the wrapped causal LM, laid out. hf_config: what it was built from."""
+
+    session: Session
+    mesh: Mesh
+    model: CausalLM
+    hf_config: Any
+    engine: NativeEngine
+    objective: CausalLMObjective
+    router: AttentionRouter
+
+    def check_attention_ran(self) -> None:
+        """The layout's attention must have run in every layer: a library that swaps it would split documents.
+
+        Raises RuntimeError.
+        """
+        layers = len(decoder_layers(self.model))
+        if self.router.calls < layers:
+            raise RuntimeError(f"attention ran {self.router.calls} times in a step of {layers} layers: the model does "
+                               "not call it through transformers' AttentionInterface")
+
+    def eval_batches(self, prepared: PreparedData) -> Iterator[TextBatch]:
+        """This data rank's share of the validation sequences."""
+        config = self.session.config
+        return eval_batches(
+            prepared,
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.sizes.data,
+            micro_batch_size=config.train.micro_batch_size,
+            multiple=self.mesh.sizes.sp,
+            max_sequences=config.eval.max_sequences,
+        )
+
+    def loader(self, prepared: PreparedData, order: SampleOrder) -> TextLoader:
+        """This data rank's training batches."""
+        config = self.session.config
+        return TextLoader(
+            prepared,
+            order=order,
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.sizes.data,
+            micro_batch_size=config.train.micro_batch_size,
+            multiple=self.mesh.sizes.sp,
+            prefetch=config.data.prefetch,
+        )
+
+
+def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Language:
+    """Build on meta, lay out, give memory, then weights (none when a checkpoint will bring them).
+
+    Raises ModelError or ConfigError; RuntimeError when ranks end up with different weights.
+    """
+    config, log = session.config, session.log
+    hf_config = session.read_model()
+    model = session.build_meta(hf_config)
+    kernel = select_kernel(config.model.attention, device_type=mesh.device.type, dtype=session.compute_dtype)
+    router = model.route_attention(attention_for(kernel, mesh))
+    log(f"attention: {kernel.name} ({'asked for' if config.model.attention.name != 'auto' else 'chosen'})")
+    apply_layout(
+        model,
+        decoder_layers(model),
+        parallel=config.parallel,
+        memory=config.memory,
+        mesh=mesh,
+        compute_dtype=session.compute_dtype,
+    )
+    materialize_empty(model, mesh.device.torch_device)
+    verify_inv_freq(model, hf_config)
+    if init_weights:
+        _init(session, mesh, model)
+    groups = split_groups(model, config.optim.weight_decay)
+    for group in groups:
+        log(f"optimizer group {group.describe()}")
+    engine = NativeEngine(
+        model,
+        build_optimizer(config.optim, groups),
+        parallel=config.parallel,
+        mesh=mesh,
+        compute_dtype=session.compute_dtype,
+        scale=LossScale(config.precision),
+        max_grad_norm=config.train.max_grad_norm,
+    )
+    objective = CausalLMObjective(mesh, partial(causal_flops, model))
+    return Language(session, mesh, model, hf_config, engine, objective, router)
+
+
+def _init(session: Session, mesh: Mesh, model: CausalLM) -> None:
+    if session.config.model.init is ModelInit.pretrained:
+        assert session.config.model.path is not None
+        load_pretrained(model, session.config.model.path)
+        return
+    digest = init_random(model, seed=derive(session.config.seed, "weights"))
+    _same_everywhere(digest)
+    session.log(f"weights: random from seed {session.config.seed}, equal on every rank ({digest[:12]})")
+
+
+def _same_everywhere(digest: str) -> None:
+    """Compare a hash over all ranks with one collective (axes: all)."""
+    number = torch.tensor(int(digest[:12], 16), dtype=torch.float64)  # 48 bits are exact in a double
+    both = torch.stack([number, -number])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    if both[0] != -both[1]:
+        raise RuntimeError("ranks drew different random weights; their torch or transformers versions differ")

@@ -1,0 +1,82 @@
+"""The run directory: what a run leaves for people and for the next run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lctrain.config.plain import save as save_config
+from lctrain.config.root import TrainConfig
+from lctrain.errors import ConfigError
+
+
+def default_run_dir(recipe: str | None) -> Path:
+    """outputs/<recipe>/<date>-<time>, not yet used by another run of the same second."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    base = Path("outputs") / (recipe or "run") / stamp
+    return next(p for n in range(1000) if not (p := base.with_name(f"{stamp}-{n}" if n else stamp)).exists())
+
+
+def check_free(path: Path, resume: str | None) -> None:
+    """Refuse a directory that holds a finished run, or an unfinished one that would be overwritten.
+
+    Raises ConfigError.
+    """
+    summary = path / "summary.json"
+    if summary.is_file() and json.loads(summary.read_text(encoding="utf-8")).get("status") == "completed":
+        raise ConfigError(f"run_dir={path} holds a finished run; choose another run_dir, or train longer by giving "
+                          "this one as checkpoint.resume to a new run")
+    if (path / "config.yaml").is_file() and resume != "auto":
+        raise ConfigError(f"run_dir={path} holds an unfinished run; add checkpoint.resume=auto to continue it, or "
+                          "choose another run_dir")
+
+
+class RunDir:
+    """Files of one run. Only the main rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.log = path / "log.txt"
+
+    def create(self, config: TrainConfig) -> None:
+        """Make the directory and write config.yaml."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        save_config(config, self.path / "config.yaml")
+        self.summary.unlink(missing_ok=True)
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget records after `step`, so that a continued run has each step once."""
+        if not self.metrics.is_file():
+            return
+        lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
+        _replace(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, aside and renamed."""
+        _replace(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """summary.json of a run directory, or {} when there is none."""
+    file = path / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return 2**62  # a line cut short by a crash is dropped
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_suffix(".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,139 @@
+"""Sharded tensors in and out of torch's distributed checkpoint (DCP), by parameter name.
+
+Only tensors go in: everything else a run needs is JSON beside them. Nothing is gathered; a rank
+writes the shards it holds, and reads the shards it needs whatever layout wrote them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
+
+from lctrain.errors import CheckpointError
+
+_MODEL, _OPTIM = "model.", "optim."
+
+
+def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (tied ones once) and persistent buffers of `module` by name; sharded ones as their shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # After a forward pass without a backward (an evaluation) the root's parameters are still whole.
+            part.reshard()
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    persistent = set(module.state_dict(keep_vars=True))
+    tensors |= {n: b for n, b in module.named_buffers() if n in persistent}
+    return {_MODEL + name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state by parameter name and state key."""
+    return {
+        f"{_OPTIM}{name}.{key}": value
+        for name, param in module.named_parameters()
+        for key, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write this rank's shards of the model and the optimizer. A collective over all ranks."""
+    state = model_tensors(module)
+    state |= optimizer_tensors(module, optimizer)
+    save(state, storage_writer=FileSystemWriter(folder, sync_files=True))
+
+
+def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read into `module`, and into `optimizer` when given. A collective over all ranks.
+
+    Raises CheckpointError when tensors are missing or have another shape.
+    """
+    reader = TensorReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    state: dict[str, torch.Tensor] = model_tensors(module)
+    _check_shapes(folder, stored, state)
+    if optimizer is not None:
+        state |= _empty_optimizer_state(stored, module, optimizer)
+    load(state, storage_reader=reader)
+
+
+def _check_shapes(folder: Path, stored: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in state.items():
+        meta = stored.get(name)
+        if not isinstance(meta, TensorStorageMetadata):
+            raise CheckpointError(f"{folder} has no {name.removeprefix(_MODEL)}; it is a checkpoint of another model")
+        if meta.size != tensor.shape:
+            raise CheckpointError(
+                f"{folder}: {name.removeprefix(_MODEL)} is {list(meta.size)} but the model's is {list(tensor.shape)}; "
+                "it is a checkpoint of another model"
+            )
+
+
+def _empty_optimizer_state(
+    stored: dict[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """State tensors to read into, laid out like their parameters, put into `optimizer` at once.
+
+    What keys there are is taken from the checkpoint, so this serves any optimizer with tensor state.
+    """
+    wanted: dict[str, torch.Tensor] = {}
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, param in module.named_parameters():
+        if id(param) not in owned:
+            continue
+        prefix = f"{_OPTIM}{name}."
+        for full in (n for n in stored if n.startswith(prefix) and "." not in n[len(prefix):]):
+            meta = stored[full]
+            same = meta.size == param.shape
+            value = (
+                torch.zeros_like(param, dtype=meta.properties.dtype, requires_grad=False)
+                if same
+                else torch.zeros(meta.size, dtype=meta.properties.dtype)
+            )
+            optimizer.state[param][full[len(prefix):]] = value
+            wanted[full] = value
+    return wanted
+
+
+class TensorReader(FileSystemReader):
+    """DCP's reader with an index that cannot run code: its pickle may name DCP's own classes only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's index. Raises CheckpointError when it is not one DCP wrote."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as stream:
+                metadata = _IndexUnpickler(stream).load()
+        except (OSError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read as a checkpoint index ({error}); use another "
+                                  "checkpoint") from error
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        dataclass_of_dcp = module in self._MODULES and "." not in name and (
+            name.startswith("_StorageInfo") or module.endswith("metadata")
+        )
+        if plain_dtype or dataclass_of_dcp or (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")

@@ -1,0 +1,90 @@
+"""`python -m lctrain export run_dir=DIR out=OUT`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lctrain.errors import EXIT_OK, CheckpointError, ConfigError
+
+_DTYPES = ("fp32", "bf16", "fp16")
+_FIELDS = {
+    "run_dir": "the run to export",
+    "out": "the folder to write; it must not exist or be empty",
+    "checkpoint": "a checkpoints/step-N folder; the last whole one when not given",
+    "dtype": f"one of {', '.join(_DTYPES)}; fp32 when not given",
+}
+
+
+def run(command: Any) -> int:
+    """Write config.json, safetensors and the tokenizer. Raises ConfigError, CheckpointError."""
+    fields = _parse(command.overrides)
+    run_dir, out = Path(fields["run_dir"]), Path(fields["out"])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={out} exists and is not empty; choose another folder")
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"run_dir={run_dir} has no config.yaml; give the directory of a run")
+    folder = _checkpoint(run_dir, fields.get("checkpoint"))
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _export(run_dir, folder, aside, fields.get("dtype", "fp32"))
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    print(f"exported {folder} to {out}")
+    return EXIT_OK
+
+
+def _parse(overrides: tuple[str, ...]) -> dict[str, str]:
+    fields = dict(o.split("=", 1) for o in overrides)
+    for key in fields:
+        if key not in _FIELDS:
+            near = difflib.get_close_matches(key, _FIELDS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{key} is not a field of export; {hint}its fields are " +
+                              "; ".join(f"{k}: {v}" for k, v in _FIELDS.items()))
+    for key in ("run_dir", "out"):
+        if key not in fields:
+            raise ConfigError(f"{key} is not given; write python -m lctrain export run_dir=DIR out=OUT")
+    if fields.get("dtype", "fp32") not in _DTYPES:
+        raise ConfigError(f"dtype={fields['dtype']} is unknown; it is one of {', '.join(_DTYPES)}")
+    return fields
+
+
+def _checkpoint(run_dir: Path, given: str | None) -> Path:
+    from lctrain.train.checkpoint import find
+
+    found = find(given or "auto", run_dir, print)
+    if found is None:
+        raise CheckpointError(f"run_dir={run_dir} holds no whole checkpoint; train with checkpoint.save_steps, or let "
+                              "the run end")
+    return found
+
+
+def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
+    """One process holds the model once, in the exported dtype, in host memory; optimizer state is not read."""
+    import torch
+
+    from lctrain.config.plain import load
+    from lctrain.data.tokenizer import load_tokenizer
+    from lctrain.models.causal_lm import build_meta
+    from lctrain.models.check import read_config
+    from lctrain.models.materialize import materialize_empty
+    from lctrain.models.export import export_folder, hf_name
+    from lctrain.train.sharded_state import read
+
+    config = load(run_dir / "config.yaml")
+    target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    hf_config = read_config(config.model, max_length=config.data.max_length)
+    trust = config.model.trust_remote_code
+    model = build_meta(hf_config, dtype=target, trust_remote_code=trust)
+    materialize_empty(model, torch.device("cpu"))
+    read(folder, model)
+    tensors = ((hf_name(name), p) for name, p in model.named_parameters())
+    export_folder(hf_config, tensors, out=out, dtype=target, trust_remote_code=trust)
+    load_tokenizer(config.data.tokenizer, config.model.path, trust_remote_code=trust).save(out)

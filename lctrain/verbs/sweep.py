@@ -1,0 +1,74 @@
+"""`-m`: Hydra's sweepers over whole jobs, one after another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lctrain.config.compose import conf_dir, explain, options, to_config
+from lctrain.config.registry import register
+from lctrain.errors import EXIT_OK, ConfigError, LctrainError
+from lctrain.runtime.process import read_ranks
+from lctrain.train.run_dir import read_summary
+
+
+class JobFailed(LctrainError):
+    """A job of the sweep ended with a code other than 0; the sweep ends with the same code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+def sweep(command: Any) -> int:
+    """Run every job of a sweep; each has a run directory of its own under one folder.
+
+    Raises ConfigError for overrides that do not compose, JobFailed when a job fails.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if read_ranks().launcher is not None:
+        raise ConfigError("-m starts whole jobs and cannot run inside torchrun or accelerate launch; start it with "
+                          "python -m lctrain -m")
+    register()
+    overrides = [o for o in command.overrides if not o.startswith("run_dir=")]
+    root = next((o.split("=", 1)[1] for o in command.overrides if o.startswith("run_dir=")), None)
+    recipe = next((o.split("=", 1)[1] for o in overrides if o.startswith("recipe=")), "")
+    if not recipe:
+        raise ConfigError(f"recipe is not given; choose one: {', '.join(options('recipe', command.config_dir))}")
+    folder = root or f"outputs/{recipe.replace(',', '+')}/sweep-{datetime.now():%Y%m%d-%H%M%S}"
+    argv = [
+        "lctrain", "--multirun", *overrides, f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=${hydra.job.num}",
+        "hydra.output_subdir=null", "hydra.job.chdir=false", "hydra/job_logging=none",
+    ]  # fmt: skip
+    if command.config_dir:
+        argv.append(f"hydra.searchpath=[file://{Path(command.config_dir).expanduser().resolve()}]")
+    # Hydra would print its own errors and exit 1; with this it raises them.
+    before, sys.argv, os.environ["HYDRA_FULL_ERROR"] = sys.argv, argv, "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(_job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides, config_dir=command.config_dir) from error
+    finally:
+        sys.argv = before
+    print(f"sweep dir: {folder}", flush=True)
+    return EXIT_OK
+
+
+def _job(raw: Any) -> float:
+    """One job; its last loss is what an optimizing sweeper minimises."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from lctrain.verbs.train import run_config
+
+    config = to_config(raw)
+    config.run_dir = HydraConfig.get().runtime.output_dir
+    code = run_config("train", config, read_ranks())
+    if code != EXIT_OK:
+        raise JobFailed(f"the job in {config.run_dir} ended with exit code {code}; the sweep stops here", code)
+    return float(read_summary(Path(config.run_dir))["last_loss"])

@@ -1,0 +1,63 @@
+"""`python -m lctrain [train]`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lctrain.config.compose import compose_config
+from lctrain.config.resolve import Resolved, resolve
+from lctrain.config.root import TrainConfig
+from lctrain.errors import EXIT_BUG, EXIT_OK, EXIT_USER
+from lctrain.launch.accelerate_env import check_accelerate
+from lctrain.launch.start import start
+from lctrain.runtime.process import Ranks, read_ranks
+from lctrain.train.run_dir import check_free, default_run_dir
+
+
+def run(command: Any) -> int:
+    """Compose, check, start (or be) the ranks. `command`: a cli.Command."""
+    if command.multirun:
+        from lctrain.verbs.sweep import sweep
+
+        return sweep(command)
+    config = compose_config(command.overrides, config_dir=command.config_dir)
+    if command.show_config:
+        return show(config)
+    return run_config("train", config, read_ranks())
+
+
+def show(config: TrainConfig) -> int:
+    """Print the resolved configuration as YAML."""
+    import yaml
+
+    from lctrain.config.plain import to_plain
+
+    print(yaml.safe_dump(to_plain(config), sort_keys=False), end="")
+    return EXIT_OK
+
+
+def resolve_for(config: TrainConfig, ranks: Ranks) -> Resolved:
+    """Cross-field checks against whoever started this process. Raises ConfigError."""
+    if ranks.launcher == "accelerate":
+        check_accelerate(config, os.environ)
+    external = ranks.launcher is not None
+    return resolve(config, world_size=ranks.world_size if external else None, launcher=ranks.launcher or "lctrain")
+
+
+def run_config(verb: str, config: TrainConfig, ranks: Ranks) -> int:
+    """Run a typed config: as one of an external launcher's ranks, or by starting ranks."""
+    resolved = resolve_for(config, ranks)
+    if config.run_dir is not None and ranks.is_main:
+        check_free(Path(config.run_dir), config.checkpoint.resume)
+    if ranks.launcher is not None:
+        from lctrain.worker import work
+
+        return work(verb, config, ranks)
+    run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
+    code = start(verb, resolved, run_dir)
+    # On several nodes the first one speaks; after a refusal there is no directory to name.
+    if code not in (EXIT_USER, EXIT_BUG) or run_dir.is_dir():
+        print(f"run dir: {run_dir}", flush=True)
+    return code

@@ -1,0 +1,84 @@
+"""One rank of a job: `python -m lctrain.worker VERB CONFIG`, or called inside torchrun or accelerate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lctrain.config.plain import load
+from lctrain.config.root import TrainConfig
+from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError
+from lctrain.runtime.process import Ranks, connect, read_ranks, stop_groups
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# verb: module with rank_main(session) -> exit code
+_JOBS = {"train": "lctrain.train.train_job", "evaluate": "lctrain.train.evaluate_job"}
+
+
+def main() -> None:
+    """Entry point of a rank we started."""
+    _end_with_parent()
+    verb, path = sys.argv[1:]
+    code = work(verb, load(Path(path)), read_ranks())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip interpreter teardown: communication threads of a failed job may never join.
+    os._exit(code)
+
+
+def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
+    """Run this rank's part of a job; returns its exit code. The first rank that fails says why, once."""
+    from lctrain.train.gate import PeerFailed
+    from lctrain.train.session import Session
+    from lctrain.train.stop import StopFlag
+
+    if not ranks.is_main:
+        warnings.simplefilter("ignore")
+    stop = StopFlag()
+    stop.install()
+    store = None
+    try:
+        store = connect(ranks, config.launch.timeout_s)
+        code = int(import_module(_JOBS[verb]).rank_main(Session(config, ranks, store, stop)))
+        stop_groups()
+        return code
+    except PeerFailed:
+        return EXIT_ECHO
+    except LctrainError as error:
+        return error.exit_code if _say_first(store, ranks, f"error: {error}") else EXIT_ECHO
+    except Exception:
+        text = f"rank {ranks.rank} failed:\n{traceback.format_exc()}"
+        return EXIT_BUG if _say_first(store, ranks, text) else EXIT_ECHO
+
+
+def _say_first(store: Store | None, ranks: Ranks, text: str) -> bool:
+    """Print unless another rank has: the first failure is the cause, later ones are its echoes."""
+    try:
+        first = store is None or store.add("lctrain/failures", 1) == 1
+    except RuntimeError:  # the store died with the rank that hosts it, which has spoken
+        first = False
+    print(text if first else f"rank {ranks.rank} stops because another rank failed", file=sys.stderr, flush=True)
+    return first
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end this process when the launcher is killed, so that no rank is left behind."""
+    parent = os.environ.get("LCTRAIN_PARENT")
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        os._exit(EXIT_BUG)
+
+
+if __name__ == "__main__":
+    main()

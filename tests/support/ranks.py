@@ -1,0 +1,111 @@
+"""Ranks that live for a whole test session: starting Python and torch once, not once a test.
+
+    def body(ranks, value): ...           # module level, runs on every rank
+    pool(2).run(body, value=3)            # -> [result of rank 0, result of rank 1]
+
+A rank that raises fails the test with its traceback; ranks that hang are killed and fail it too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LIMIT_S = 120.0
+
+
+class RankPool:
+    """`size` processes with a gloo group between them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        from lctrain.runtime.process import listen
+
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        sock = listen()
+        port = sock.getsockname()[1]
+        sock.close()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, self.size, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, body: Callable[..., Any], *, limit_s: float = LIMIT_S, **arguments: Any) -> list[Any]:
+        """Run body(ranks, **arguments) on every rank; the results in rank order."""
+        for pipe in self._pipes:
+            pipe.send((body, arguments))
+        deadline = time.monotonic() + limit_s
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            # Once one rank failed the others may wait for it for ever.
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} did not answer within {limit_s:g} s")
+                continue
+            ok, value = pipe.recv()
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank}:\n{value}")
+                deadline = min(deadline, time.monotonic() + 3.0)
+        if failures:
+            self.stop()
+            self._start()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def stop(self) -> None:
+        """Kill every rank."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    from lctrain.runtime.process import Ranks
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, datetime.timedelta(seconds=60))
+    dist.init_process_group(
+        "cpu:gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+    )
+    ranks = Ranks(rank=rank, world_size=size, local_rank=rank, local_world_size=size, launcher="lctrain")
+    while True:
+        try:
+            body, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, body(ranks, **arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def pool(size: int) -> RankPool:
+    """The session's pool of `size` ranks."""
+    if size not in _pools:
+        _pools[size] = RankPool(size)
+    return _pools[size]
+
+
+def stop_all() -> None:
+    """End every pool."""
+    while _pools:
+        _pools.popitem()[1].stop()
