@@ -78,7 +78,9 @@ def parse(words: Sequence[str]) -> Command:
             case ["--config-dir", value]:
                 config_dir = value
             case [flag, *_] if flag.startswith("-"):
-                raise ConfigError(f"{flag} is not a flag; flags are -m, --config-dir DIR, --print-config, --help, --version")
+                raise ConfigError(
+                    f"{flag} is not a flag; flags are -m, --config-dir DIR, --print-config, --help, --version"
+                )
             case [key] if not key.startswith("~"):
                 raise ConfigError(f"{key} has no value; write {key}=VALUE")
             case _:

@@ -54,19 +54,20 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     except PeerFailed:
         return EXIT_ECHO
     except LctrainError as error:
-        return error.exit_code if _say_first(store, ranks, f"error: {error}") else EXIT_ECHO
+        return error.exit_code if _say_first(store, f"error: {error}") else EXIT_ECHO
     except Exception:
         text = f"rank {ranks.rank} failed:\n{traceback.format_exc()}"
-        return EXIT_BUG if _say_first(store, ranks, text) else EXIT_ECHO
+        return EXIT_BUG if _say_first(store, text) else EXIT_ECHO
 
 
-def _say_first(store: Store | None, ranks: Ranks, text: str) -> bool:
+def _say_first(store: Store | None, text: str) -> bool:
     """Print unless another rank has: the first failure is the cause, later ones are its echoes."""
     try:
         first = store is None or store.add("lctrain/failures", 1) == 1
     except RuntimeError:  # the store died with the rank that hosts it, which has spoken
         first = False
-    print(text if first else f"rank {ranks.rank} stops because another rank failed", file=sys.stderr, flush=True)
+    if first:
+        print(text, file=sys.stderr, flush=True)
     return first
 
 

@@ -98,9 +98,7 @@ def overlay(saved: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     base = {g: plain[g]["kind"] for g in ("data", "parallel", "optim", "schedule", "precision")}
     groups = [f"{g}={k}" for g, k in base.items() if not any(o.startswith(f"{g}=") for o in overrides)]
     name = saved.recipe if saved.recipe in options("recipe") else sorted(options("recipe"))[0]
-    fresh = OmegaConf.to_container(
-        compose_raw([f"recipe={name}", *groups, *overrides]), resolve=True, enum_to_str=True
-    )
+    fresh = OmegaConf.to_container(compose_raw([f"recipe={name}", *groups, *overrides]), resolve=True, enum_to_str=True)
     assert isinstance(fresh, dict)
     for parsed in OverridesParser.create().parse_overrides(list(overrides)):
         key = parsed.key_or_group
@@ -133,6 +131,8 @@ def explain(error: Exception, overrides: Sequence[str], *, config_dir: str | Non
             f"an override does not parse: {_first_line(text)}; write key=value, and quote values that hold "
             "spaces, commas, brackets or equals signs: 'key=\"a,b\"'"
         )
+    if match := re.search(r"In '([^']+)': .*raised while composing config:\n(.*)", text):
+        return ConfigError(f"{match[1]}: {match[2]}; it sets a field that the chosen options of its groups do not have")
     return ConfigError(f"{_first_line(text)} {_first_line(cause)}".strip() + "; see python -m lctrain --help")
 
 
@@ -175,8 +175,11 @@ def _known_keys(group_choices: list[str]) -> list[str]:
     from hydra.errors import HydraException
 
     try:
-        raw = compose_raw(group_choices if any(c.startswith("recipe=") for c in group_choices) else
-                          [*group_choices, f"recipe={sorted(options('recipe'))[0]}"])
+        raw = compose_raw(
+            group_choices
+            if any(c.startswith("recipe=") for c in group_choices)
+            else [*group_choices, f"recipe={sorted(options('recipe'))[0]}"]
+        )
         plain = to_plain(to_config(raw))
     except (ConfigError, HydraException):
         return []

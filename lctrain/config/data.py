@@ -41,14 +41,34 @@ class DataConfig:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        require(self.max_length >= 2, "data.max_length", self.max_length, "must be at least 2 tokens",
-                "set the sequence length in tokens, e.g. data.max_length=32768")
-        require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, "must be a fraction in [0, 1)",
-                "e.g. data.held_out=0.01 keeps one document in a hundred for validation")
-        require(not (self.held_out and self.eval_path), "data.held_out", self.held_out,
-                f"cannot be combined with data.eval_path={self.eval_path}", "keep one of the two")
-        require(self.num_proc is None or self.num_proc >= 1, "data.num_proc", self.num_proc,
-                "must be at least 1", "or null for one process a core")
+        require(
+            self.max_length >= 2,
+            "data.max_length",
+            self.max_length,
+            "must be at least 2 tokens",
+            "set the sequence length in tokens, e.g. data.max_length=32768",
+        )
+        require(
+            0.0 <= self.held_out < 1.0,
+            "data.held_out",
+            self.held_out,
+            "must be a fraction in [0, 1)",
+            "e.g. data.held_out=0.01 keeps one document in a hundred for validation",
+        )
+        require(
+            not (self.held_out and self.eval_path),
+            "data.held_out",
+            self.held_out,
+            f"cannot be combined with data.eval_path={self.eval_path}",
+            "keep one of the two",
+        )
+        require(
+            self.num_proc is None or self.num_proc >= 1,
+            "data.num_proc",
+            self.num_proc,
+            "must be at least 1",
+            "or null for one process a core",
+        )
         require(self.prefetch >= 0, "data.prefetch", self.prefetch, "must not be negative", "0 turns prefetching off")
 
 

@@ -27,5 +27,10 @@ class MemoryConfig:
     loss_chunk_mb: int = 256
 
     def __post_init__(self) -> None:
-        require(self.loss_chunk_mb >= 1, "memory.loss_chunk_mb", self.loss_chunk_mb, "must be at least 1 MiB",
-                "256 is a good value; smaller saves memory, larger launches fewer kernels")
+        require(
+            self.loss_chunk_mb >= 1,
+            "memory.loss_chunk_mb",
+            self.loss_chunk_mb,
+            "must be at least 1 MiB",
+            "256 is a good value; smaller saves memory, larger launches fewer kernels",
+        )

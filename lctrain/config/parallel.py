@@ -33,8 +33,13 @@ class DdpConfig(ParallelConfig):
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
-        require(self.bucket_mb > 0, "parallel.bucket_mb", self.bucket_mb, "must be positive",
-                "it is the gradient bucket size in MB, e.g. 25")
+        require(
+            self.bucket_mb > 0,
+            "parallel.bucket_mb",
+            self.bucket_mb,
+            "must be positive",
+            "it is the gradient bucket size in MB, e.g. 25",
+        )
 
 
 @dataclass(kw_only=True)

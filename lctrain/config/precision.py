@@ -41,7 +41,17 @@ class Fp16Config(PrecisionConfig):
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        require(self.initial_scale >= 1, "precision.initial_scale", self.initial_scale, "must be at least 1",
-                "65536 is a usual start")
-        require(self.growth_interval >= 1, "precision.growth_interval", self.growth_interval, "must be at least 1",
-                "2000 is a usual value")
+        require(
+            self.initial_scale >= 1,
+            "precision.initial_scale",
+            self.initial_scale,
+            "must be at least 1",
+            "65536 is a usual start",
+        )
+        require(
+            self.growth_interval >= 1,
+            "precision.growth_interval",
+            self.growth_interval,
+            "must be at least 1",
+            "2000 is a usual value",
+        )

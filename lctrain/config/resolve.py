@@ -70,21 +70,27 @@ def check_required(config: TrainConfig) -> None:
     """Everything a person must give, in one message."""
     missing = []
     if config.model.path is None and config.model.init is ModelInit.pretrained:
-        missing.append("model.path is not set: give the folder with config.json and safetensors, e.g. "
-                       "model.path=/models/llama-2-7b (or model.init=random to start from random weights)")
+        missing.append(
+            "model.path is not set: give the folder with config.json and safetensors, e.g. "
+            "model.path=/models/llama-2-7b (or model.init=random to start from random weights)"
+        )
     if config.model.path is None and not config.model.architecture:
         missing.append("model.architecture is empty and model.path is not set: give one of them")
     if config.data.path is None:
         what = "a data set name" if isinstance(config.data, HubConfig) else "a file or folder"
         missing.append(f"data.path is not set: give {what}, e.g. data={config.data.kind} data.path=...")
     if config.model.path is None and config.data.tokenizer is None and config.model.init is ModelInit.random:
-        missing.append("data.tokenizer is not set and there is no model.path to take it from: give a folder, or "
-                       "data.tokenizer=byte")
+        missing.append(
+            "data.tokenizer is not set and there is no model.path to take it from: give a folder, or "
+            "data.tokenizer=byte"
+        )
     if config.train.max_steps is None and config.train.max_epochs is None:
         missing.append("train.max_steps and train.max_epochs are both unset: set one, e.g. train.max_epochs=1")
     if config.eval.every_steps and not (config.data.held_out or config.data.eval_path):
-        missing.append(f"eval.every_steps={config.eval.every_steps} but there is nothing to evaluate on: set "
-                       "data.held_out=0.01 or data.eval_path, or eval.every_steps=0")
+        missing.append(
+            f"eval.every_steps={config.eval.every_steps} but there is nothing to evaluate on: set "
+            "data.held_out=0.01 or data.eval_path, or eval.every_steps=0"
+        )
     if missing:
         raise ConfigError("; ".join(missing) if len(missing) == 1 else "\n  - ".join(["several fields:", *missing]))
 

@@ -62,10 +62,20 @@ class EvalConfig:
     max_sequences: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "must not be negative",
-                "0 evaluates at the end only")
-        require(self.max_sequences is None or self.max_sequences >= 1, "eval.max_sequences", self.max_sequences,
-                "must be at least 1", "or null for all")
+        require(
+            self.every_steps >= 0,
+            "eval.every_steps",
+            self.every_steps,
+            "must not be negative",
+            "0 evaluates at the end only",
+        )
+        require(
+            self.max_sequences is None or self.max_sequences >= 1,
+            "eval.max_sequences",
+            self.max_sequences,
+            "must be at least 1",
+            "or null for all",
+        )
 
 
 @dataclass(kw_only=True)
@@ -82,10 +92,20 @@ class CheckpointConfig:
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.save_steps >= 0, "checkpoint.save_steps", self.save_steps, "must not be negative",
-                "0 saves at the end only")
-        require(self.save_total_limit >= 1, "checkpoint.save_total_limit", self.save_total_limit,
-                "must be at least 1", "it is the number of checkpoints kept")
+        require(
+            self.save_steps >= 0,
+            "checkpoint.save_steps",
+            self.save_steps,
+            "must not be negative",
+            "0 saves at the end only",
+        )
+        require(
+            self.save_total_limit >= 1,
+            "checkpoint.save_total_limit",
+            self.save_total_limit,
+            "must be at least 1",
+            "it is the number of checkpoints kept",
+        )
 
 
 @dataclass(kw_only=True)
@@ -98,8 +118,9 @@ class LoggingConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 1, "logging.every_steps", self.every_steps, "must be at least 1",
-                "1 logs every step")
+        require(
+            self.every_steps >= 1, "logging.every_steps", self.every_steps, "must be at least 1", "1 logs every step"
+        )
 
 
 @dataclass(kw_only=True)
@@ -125,13 +146,28 @@ class LaunchConfig:
         for name in ("default_ranks", "nnodes", "timeout_s", "prepare_timeout_s"):
             value = getattr(self, name)
             require(value >= 1, f"launch.{name}", value, "must be at least 1", "give a whole number")
-        require(self.nproc_per_node is None or self.nproc_per_node >= 1, "launch.nproc_per_node",
-                self.nproc_per_node, "must be at least 1", "or null for the recipe's")
+        require(
+            self.nproc_per_node is None or self.nproc_per_node >= 1,
+            "launch.nproc_per_node",
+            self.nproc_per_node,
+            "must be at least 1",
+            "or null for the recipe's",
+        )
         if self.nnodes > 1:
-            require(self.rdzv_endpoint is not None, "launch.rdzv_endpoint", self.rdzv_endpoint,
-                    f"must be set with launch.nnodes={self.nnodes}", "give the first node's host:port on every node")
-            require(self.node_rank is not None and 0 <= self.node_rank < self.nnodes, "launch.node_rank",
-                    self.node_rank, f"must be 0 to {self.nnodes - 1}", "give each node its own number")
+            require(
+                self.rdzv_endpoint is not None,
+                "launch.rdzv_endpoint",
+                self.rdzv_endpoint,
+                f"must be set with launch.nnodes={self.nnodes}",
+                "give the first node's host:port on every node",
+            )
+            require(
+                self.node_rank is not None and 0 <= self.node_rank < self.nnodes,
+                "launch.node_rank",
+                self.node_rank,
+                f"must be 0 to {self.nnodes - 1}",
+                "give each node its own number",
+            )
 
 
 @dataclass(kw_only=True)

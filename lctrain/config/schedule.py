@@ -17,10 +17,20 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "must not be negative", "0 is off")
-        require(0 <= self.warmup_ratio < 1, "schedule.warmup_ratio", self.warmup_ratio, "must be in [0, 1)",
-                "e.g. 0.03 warms up over 3 % of the steps")
-        require(not (self.warmup_steps and self.warmup_ratio), "schedule.warmup_ratio", self.warmup_ratio,
-                f"cannot be combined with schedule.warmup_steps={self.warmup_steps}", "keep one of the two")
+        require(
+            0 <= self.warmup_ratio < 1,
+            "schedule.warmup_ratio",
+            self.warmup_ratio,
+            "must be in [0, 1)",
+            "e.g. 0.03 warms up over 3 % of the steps",
+        )
+        require(
+            not (self.warmup_steps and self.warmup_ratio),
+            "schedule.warmup_ratio",
+            self.warmup_ratio,
+            f"cannot be combined with schedule.warmup_steps={self.warmup_steps}",
+            "keep one of the two",
+        )
 
 
 @dataclass(kw_only=True)
@@ -38,8 +48,13 @@ class DecayConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]",
-                "0.1 ends at a tenth of optim.lr")
+        require(
+            0 <= self.min_lr_ratio <= 1,
+            "schedule.min_lr_ratio",
+            self.min_lr_ratio,
+            "must be in [0, 1]",
+            "0.1 ends at a tenth of optim.lr",
+        )
 
 
 @dataclass(kw_only=True)

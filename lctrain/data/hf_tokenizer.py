@@ -87,7 +87,7 @@ class HFTokenizer(TextTokenizer):
         # The mask needs offsets from tokens to characters, which only the fast tokenizers keep.
         return self._tokenizer.is_fast and _GENERATION.search(template) is not None
 
-    def _render(self, messages: list[dict[str, Any]], **options: bool) -> Any:
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
@@ -97,7 +97,7 @@ class HFTokenizer(TextTokenizer):
         except TemplateError as error:
             raise BadRecord(f"the chat template of {self.name} refuses it: {error}") from error
 
-    def _prefix(self, ids: np.ndarray, messages: list[dict[str, Any]], **options: bool) -> int:
+    def _prefix(self, ids: np.ndarray, messages: list[dict[str, Any]], **options: Any) -> int:
         """How many of `ids` the first messages take. Raises DataError unless `ids` starts with them."""
         part = np.asarray(self._render(messages, **options)["input_ids"], np.int32)
         if not np.array_equal(part, ids[: len(part)]):

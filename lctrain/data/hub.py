@@ -43,7 +43,7 @@ class HubSource(Source):
     def read(self, shard: tuple[int, int]) -> Iterator[tuple[int, Content | BadRecord]]:
         """The records of some rows."""
         for index, record in enumerate(self._rows.select(range(*shard))):
-            yield index, read_record(lambda record=record: record, **self._fields)
+            yield index, read_record(record, **self._fields)
 
     def place(self, shard: tuple[int, int], index: int) -> str:
         """`name[split]:row`, counted from 1."""

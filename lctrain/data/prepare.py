@@ -119,8 +119,9 @@ def _build(folder: Path, *, cfg: DataConfig, source: Source, tokenizer: TextToke
     table = TokenTable(_token_files(folder))
     problems = table.problems()
     if len(problems) == len(table):
-        bad = f": all {len(problems)} are bad, the first {problems[0]}" if problems else ""
-        raise DataError(f"{source.title} has no documents{bad}; give a source with some text")
+        raise DataError(
+            f"{source.title} has no documents: all {len(problems)} records are bad, the first {problems[0]}; mend them"
+        )
     meta = {"skipped": len(problems), "skipped_places": problems[:PLACES_SHOWN]}
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 

@@ -53,10 +53,14 @@ def content_of(record: object, *, text_field: str, messages_field: str) -> Conte
     )
 
 
-def read_record(parse: Callable[[], object], *, text_field: str, messages_field: str) -> Content | BadRecord:
-    """What `parse` gives as content, or the BadRecord that stood in the way, as a value."""
+def read_record(
+    record: Any, parse: Callable[[Any], object] | None = None, /, *, text_field: str, messages_field: str
+) -> Content | BadRecord:
+    """The content of a record, after `parse`, or the BadRecord that stood in the way, as a value."""
     try:
-        return content_of(parse(), text_field=text_field, messages_field=messages_field)
+        return content_of(
+            record if parse is None else parse(record), text_field=text_field, messages_field=messages_field
+        )
     except BadRecord as problem:
         return problem
 

@@ -7,7 +7,6 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +60,7 @@ class FileSource(Source):
             raise DataError(f"{self.title} has no file {kinds}; give another folder{self._extensions_hint()}")
         self.shards = [shard for name in self.files for shard in self.split(name)]
         if not self.shards:
-            raise DataError(f"{self.title} has no documents: its files are empty; give a source with some text")
+            raise DataError(f"{self.title} has no documents: its files hold nothing; give a source with some text")
 
     def split(self, name: str) -> list[Any]:
         """The shards of one file."""
@@ -116,7 +115,10 @@ class JsonlSource(RecordSource):
     """A record a line; a shard is (file, first byte, end), and takes the lines that start in it."""
 
     def split(self, name: str) -> list[tuple[str, int, int]]:
-        """Shards of about SHARD_BYTES."""
+        """Shards of about SHARD_BYTES; none for a file of blank lines."""
+        with open(self.root / name, "rb") as file:
+            if not any(line.strip() for line in file):
+                return []
         size = (self.root / name).stat().st_size
         return [(name, start, min(start + SHARD_BYTES, size)) for start in range(0, size, SHARD_BYTES)]
 
@@ -128,7 +130,7 @@ class JsonlSource(RecordSource):
             index = 0
             while file.tell() < end and (line := file.readline()):
                 if line.strip():
-                    yield index, read_record(partial(_parsed, line), **self._fields)
+                    yield index, read_record(line, _parsed, **self._fields)
                 index += 1
 
     def place(self, shard: tuple[str, int, int], index: int) -> str:
@@ -174,7 +176,7 @@ class ParquetSource(RecordSource):
         index = 0
         for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns):
             for record in batch.to_pylist():
-                yield index, read_record(lambda record=record: record, **self._fields)
+                yield index, read_record(record, **self._fields)
                 index += 1
 
     def place(self, shard: tuple[str, int, int], index: int) -> str:

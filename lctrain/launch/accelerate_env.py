@@ -39,7 +39,9 @@ def check_accelerate(config: TrainConfig, env: Mapping[str, str]) -> None:
             "or distributed_type: MULTI_GPU, MULTI_NPU or MULTI_CPU in the accelerate config"
         )
     if _on(env, "ACCELERATE_USE_MEGATRON_LM"):
-        raise ConfigError(f"accelerate's Megatron-LM contradicts parallel={layout}; turn it off in the accelerate config")
+        raise ConfigError(
+            f"accelerate's Megatron-LM contradicts parallel={layout}; turn it off in the accelerate config"
+        )
     for name, size in (("TP", 1), ("CP", 1), ("SP", getattr(config.parallel, "sp_size", 1))):
         value = env.get(f"PARALLELISM_CONFIG_{name}_SIZE")
         if value and int(value) > 1 and int(value) != size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
 
 _SINKS = frozenset({"gpt_oss", "deepseek_v4", "mimo_v2_flash", "granite_swa", "granitemoe_swa", "flint", "hy_v4"})
 """transformers' causal models whose attention has learned sinks (they pass s_aux)."""
-_LOGIT_FIELDS = re.compile(r"logits?_?.*(scal|cap|multiplier)|lm_head_multiplier|output_multiplier")
+_LOGIT_FIELDS = re.compile(r"logits?_.*(scal|cap|multiplier)|lm_head_multiplier|output_multiplier")
 _DROPOUT_FIELDS = re.compile(r"drop(out)?(_prob)?$|pdrop$|layerdrop$")
 _NOT_OURS = re.compile(r"classifier|summary|lora")
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "torch_dtype", "dtype"}
-
-_NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
 def read_config(cfg: ModelConfig, *, max_length: int) -> PreTrainedConfig:
@@ -112,7 +109,7 @@ def refuse(config: PreTrainedConfig, kind: type[PreTrainedModel], *, max_length:
     for name, value in values.items():
         if _NOT_OURS.search(name) or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        if _LOGIT_FIELDS.fullmatch(name) and value != 1:
+        if _LOGIT_FIELDS.search(name) and value != 1:
             raise ModelError(
                 f"{name}={value}: {config.model_type} caps or scales its logits, and the chunked loss "
                 "does not; train a model without it"
@@ -176,11 +173,6 @@ def _refuse_layers(config: PreTrainedConfig, *, max_length: int) -> None:
             f"layer_types has {other[0]}: {config.model_type} is not softmax attention over the whole "
             "document in every layer (chunked, recurrent or linear attention is not supported)"
         )
-
-
-def signature(config: PreTrainedConfig) -> dict[str, Any]:
-    """What makes two configs the same model (RoPE included), as a mapping JSON keeps unchanged."""
-    return {k: v for k, v in json.loads(json.dumps(config.to_dict(), default=str)).items() if k not in _NOT_THE_MODEL}
 
 
 def check_plain_head(hf: PreTrainedModel) -> None:

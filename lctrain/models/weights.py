@@ -1,11 +1,8 @@
-"""Weights as Hugging Face folders: each rank reads only its own rows into any layout; export writes a folder."""
+"""Pretrained weights: each rank reads only its own rows from safetensors, into any layout."""
 
 from __future__ import annotations
 
-import copy
-import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,8 @@ import torch
 
 from lctrain.errors import ModelError
 from lctrain.models.causal_lm import CausalLM
-from lctrain.models.pretrained_files import INDEX, SINGLE, StoredTensor, check_pretrained, stored_tensors
+from lctrain.models.pretrained_files import StoredTensor, stored_tensors
 from lctrain.models.shards import local_part
-
-__all__ = ["check_pretrained", "export_folder", "load_pretrained"]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -119,55 +114,3 @@ def _some(names: list[str]) -> str:
     if not names:
         return "none"
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def export_folder(model: CausalLM, out: str | Path, *, shard_bytes: int = 5 * 10**9) -> None:
-    """Write config.json and safetensors that AutoModelForCausalLM.from_pretrained loads, in the model's dtype.
-
-    model: whole (not sharded), on any device. A tied parameter is written once, files hold at most
-    `shard_bytes`. Raises ModelError when `out` already holds weights.
-    """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob("*.safetensors")):
-        raise ModelError(f"{out} already holds weights; give a new folder")
-    wanted = _wanted(model)
-    _write_shards(out, ((names[0], tensor) for names, tensor in wanted.items()), shard_bytes=shard_bytes)
-    config = copy.deepcopy(model.model.config)
-    config.architectures, config.dtype = [type(model.model).__name__], model.model.dtype
-    config.save_pretrained(out)
-
-
-def _write_shards(out: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int) -> None:
-    """Shards are numbered when their count is known: written aside, then renamed."""
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-    filled = total = 0
-    for name, tensor in tensors:
-        if pending and filled + tensor.nbytes > shard_bytes:
-            shards.append(_write(out, len(shards), pending))
-            pending, filled = {}, 0
-        pending[name] = tensor.detach().cpu().contiguous()
-        filled, total = filled + tensor.nbytes, total + tensor.nbytes
-    shards.append(_write(out, len(shards), pending))
-    if len(shards) == 1:
-        _aside(out, 0).rename(out / SINGLE)
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        _aside(out, number).rename(out / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write(out: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
-    from safetensors.torch import save_file
-
-    save_file(tensors, str(_aside(out, number)), metadata={"format": "pt"})
-    return list(tensors)
-
-
-def _aside(out: Path, number: int) -> Path:
-    return out / f"shard-{number}.tmp"

@@ -18,6 +18,4 @@ def build_optimizer(config: OptimConfig, groups: list[Group]) -> torch.optim.Opt
     assert isinstance(config, AdamWConfig), type(config)
     params = [{"params": [p for _, p in g.named], "weight_decay": g.weight_decay} for g in groups]
     # One fused kernel a tensor list on every device we support: no temporaries of parameter size.
-    return torch.optim.AdamW(
-        params, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    return torch.optim.AdamW(params, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)

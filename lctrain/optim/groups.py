@@ -28,9 +28,7 @@ def split_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 
     Norms are told by module type as well as by shape, so that a norm with a matrix weight is caught.
     """
-    no_decay_ids = {
-        id(p) for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)
-    }
+    no_decay_ids = {id(p) for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     decay = tuple((n, p) for n, p in named if p.ndim >= 2 and id(p) not in no_decay_ids)
     chosen = {n for n, _ in decay}

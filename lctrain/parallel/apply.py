@@ -60,5 +60,3 @@ def apply_layout(
             module.set_gradient_divide_factor(1.0)
             # A plain sum is the one reduction every backend has (gloo and HCCL lack NCCL's pre-multiplied one).
             module.set_force_sum_reduction_for_comms(True)
-
-

@@ -82,9 +82,7 @@ def _apply(
 class _Blocks:
     """Kernel calls on blocks of one rank's attention, accumulated in fp32."""
 
-    def __init__(
-        self, kernel: Kernel, documents: Documents, rows: int, scale: float, rank: int, size: int
-    ) -> None:
+    def __init__(self, kernel: Kernel, documents: Documents, rows: int, scale: float, rank: int, size: int) -> None:
         self.kernel, self.documents, self.rows, self.scale = kernel, documents, rows, scale
         self.rank, self.size = rank, size
         self.own = local_documents(documents, rows, rank, size)

@@ -103,7 +103,7 @@ class Accelerator:
 
         torch.manual_seed(value)
 
-    def _module(self):  # noqa: ANN202 - torch.cuda or torch.npu, which have no common type
+    def _module(self):
         import torch
 
         return torch.get_device_module(self.type)
@@ -128,11 +128,15 @@ def choose(device: Device, local_rank: int, local_world_size: int) -> Accelerato
     _load(device_type)
     devices = count(device_type)
     if devices == 0:
-        raise DeviceError(f"device={device.name} but no {device_type} device is visible; use device=cpu, or check "
-                          "the driver and the visible-devices variable")
+        raise DeviceError(
+            f"device={device.name} but no {device_type} device is visible; use device=cpu, or check "
+            "the driver and the visible-devices variable"
+        )
     if devices is not None and local_world_size > devices:
-        raise DeviceError(f"{local_world_size} ranks on this machine but {devices} {device_type} devices; set "
-                          f"launch.nproc_per_node={devices} or device=cpu")
+        raise DeviceError(
+            f"{local_world_size} ranks on this machine but {devices} {device_type} devices; set "
+            f"launch.nproc_per_node={devices} or device=cpu"
+        )
     return Accelerator(device_type, 0 if devices is None else local_rank)
 
 
@@ -151,7 +155,9 @@ def _load(device_type: str) -> None:
         try:
             import torch_npu  # noqa: F401
         except ImportError as error:
-            raise DeviceError(f"device=npu but torch_npu cannot be imported ({error}); install the torch_npu that "
-                              f"matches torch {torch.__version__} and source CANN's set_env.sh, or use device=cpu") from error
+            raise DeviceError(
+                f"device=npu but torch_npu cannot be imported ({error}); install the torch_npu that "
+                f"matches torch {torch.__version__} and source CANN's set_env.sh, or use device=cpu"
+            ) from error
     if device_type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device=cuda but torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")

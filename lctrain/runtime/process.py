@@ -45,8 +45,10 @@ def read_ranks(env: Mapping[str, str] = os.environ) -> Ranks:
         return Ranks(launcher="accelerate" if accelerate else None)
     missing = [k for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if k not in env]
     if missing:
-        raise ConfigError(f"{missing[0]} is not set although RANK or WORLD_SIZE is; start with torchrun, accelerate "
-                          "launch or python -m lctrain, or unset RANK and WORLD_SIZE")
+        raise ConfigError(
+            f"{missing[0]} is not set although RANK or WORLD_SIZE is; start with torchrun, accelerate "
+            "launch or python -m lctrain, or unset RANK and WORLD_SIZE"
+        )
     launcher = "lctrain" if STORE_FD in env or "LCTRAIN_LAUNCHED" in env else "accelerate" if accelerate else "torchrun"
     world = int(env["WORLD_SIZE"])
     return Ranks(
@@ -67,8 +69,15 @@ def connect(ranks: Ranks, timeout_s: int, env: Mapping[str, str] = os.environ) -
         return dist.HashStore()
     if STORE_FD in env:
         listen = int(env[STORE_FD]) if ranks.is_main else None
-        return dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), ranks.world_size, ranks.is_main,
-                             timeout, wait_for_workers=False, master_listen_fd=listen)
+        return dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            ranks.world_size,
+            ranks.is_main,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen,
+        )
     # torchrun may host the store itself; torch's own handler knows.
     store, _, _ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)))
     store.set_timeout(timeout)

@@ -53,8 +53,10 @@ class Identity:
         different = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         if different:
             what = ", ".join(f"{k}: {theirs.get(k)} there, {mine.get(k)} here" for k in different[:4])
-            raise CheckpointError(f"{folder} is a checkpoint of another model ({what}); continue with the same model, "
-                                  "or start without checkpoint.resume")
+            raise CheckpointError(
+                f"{folder} is a checkpoint of another model ({what}); continue with the same model, "
+                "or start without checkpoint.resume"
+            )
         for name, key in (("train.global_batch_size", "global_batch_size"), ("seed", "seed")):
             if saved[key] != getattr(self, key):
                 raise CheckpointError(
@@ -159,12 +161,16 @@ def find(resume: str, run_dir: Path, report: Callable[[str], None]) -> Path | No
     if (path / "checkpoints").is_dir() or not path.name.startswith("step-"):
         found = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, report)
         if found is None:
-            raise CheckpointError(f"checkpoint.resume={resume} holds no whole checkpoint; give a run directory or a "
-                                  "checkpoints/step-N folder")
+            raise CheckpointError(
+                f"checkpoint.resume={resume} holds no whole checkpoint; give a run directory or a "
+                "checkpoints/step-N folder"
+            )
         return found
     if (reason := why_not_whole(path)) is not None:
-        raise CheckpointError(f"checkpoint.resume={resume} is not a whole checkpoint: {reason}; give another one, or "
-                              "the run directory for the last whole one")
+        raise CheckpointError(
+            f"checkpoint.resume={resume} is not a whole checkpoint: {reason}; give another one, or "
+            "the run directory for the last whole one"
+        )
     return path
 
 

@@ -50,16 +50,20 @@ def _find_checkpoint(session: Session, run_dir: RunDir) -> str:
         return ""
     found = find(resume, run_dir.path, session.log)
     if found is None:
-        raise CheckpointError(f"run_dir={run_dir.path} holds no whole checkpoint to evaluate; train it first, or give "
-                              "checkpoint.resume=PATH")
+        raise CheckpointError(
+            f"run_dir={run_dir.path} holds no whole checkpoint to evaluate; train it first, or give "
+            "checkpoint.resume=PATH"
+        )
     return str(found)
 
 
 def _check_model(saved: dict[str, object], mine: dict[str, object], folder: str) -> None:
     different = sorted(k for k in saved.keys() | mine.keys() if saved.get(k) != mine.get(k))
     if different:
-        raise CheckpointError(f"{folder} is a checkpoint of another model (they differ in {', '.join(different[:4])}); "
-                              "evaluate it with the configuration it was trained with")
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model (they differ in {', '.join(different[:4])}); "
+            "evaluate it with the configuration it was trained with"
+        )
 
 
 def _write(

@@ -22,10 +22,10 @@ from lctrain.models.rope import verify_inv_freq
 from lctrain.models.weights import load_pretrained
 from lctrain.objectives.causal_lm import CausalLMObjective
 from lctrain.ops.attention.select import select_kernel
+from lctrain.ops.text_batch import TextBatch
 from lctrain.optim.build import build_optimizer
 from lctrain.optim.groups import split_groups
 from lctrain.optim.loss_scale import LossScale
-from lctrain.ops.text_batch import TextBatch
 from lctrain.parallel.apply import apply_layout, attention_for
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import derive
@@ -51,8 +51,10 @@ class Language:
         """
         layers = len(decoder_layers(self.model))
         if self.router.calls < layers:
-            raise RuntimeError(f"attention ran {self.router.calls} times in a step of {layers} layers: the model does "
-                               "not call it through transformers' AttentionInterface")
+            raise RuntimeError(
+                f"attention ran {self.router.calls} times in a step of {layers} layers: the model does "
+                "not call it through transformers' AttentionInterface"
+            )
 
     def eval_batches(self, prepared: PreparedData) -> Iterator[TextBatch]:
         """This data rank's share of the validation sequences."""

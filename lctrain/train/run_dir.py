@@ -27,11 +27,15 @@ def check_free(path: Path, resume: str | None) -> None:
     """
     summary = path / "summary.json"
     if summary.is_file() and json.loads(summary.read_text(encoding="utf-8")).get("status") == "completed":
-        raise ConfigError(f"run_dir={path} holds a finished run; choose another run_dir, or train longer by giving "
-                          "this one as checkpoint.resume to a new run")
+        raise ConfigError(
+            f"run_dir={path} holds a finished run; choose another run_dir, or train longer by giving "
+            "this one as checkpoint.resume to a new run"
+        )
     if (path / "config.yaml").is_file() and resume != "auto":
-        raise ConfigError(f"run_dir={path} holds an unfinished run; add checkpoint.resume=auto to continue it, or "
-                          "choose another run_dir")
+        raise ConfigError(
+            f"run_dir={path} holds an unfinished run; add checkpoint.resume=auto to continue it, or "
+            "choose another run_dir"
+        )
 
 
 class RunDir:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from lctrain.config.data import DataConfig
 from lctrain.config.model import ModelInit
@@ -16,10 +17,12 @@ from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
 from lctrain.data.prepare import open_prepared, prepare
 from lctrain.data.prepared import PreparedData
-from lctrain.errors import DeviceError
+from lctrain.data.tokenizer import check_fits, load_tokenizer
+from lctrain.errors import DeviceError, LctrainError, ModelError
 from lctrain.models.causal_lm import CausalLM, build_meta, parameter_count
 from lctrain.models.check import read_config
 from lctrain.models.pretrained_files import check_pretrained
+from lctrain.ops.attention.select import select_kernel
 from lctrain.runtime.device import Accelerator, choose
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.process import Ranks, start_groups
@@ -47,6 +50,8 @@ class Session:
         self.resolved: Resolved = resolve(
             self.config, world_size=self.ranks.world_size, launcher=self.ranks.launcher or "lctrain"
         )
+        # What transformers warns about is either refused here by name or chosen on purpose.
+        transformers.logging.set_verbosity_error()
         self.log = Log(speaks=self.ranks.is_main)
         self.device: Accelerator = choose(self.config.device, self.ranks.local_rank, self.ranks.local_world_size)
 
@@ -65,18 +70,32 @@ class Session:
         return read_config(self.config.model, max_length=self.config.data.max_length)
 
     def build_meta(self, hf_config: Any) -> CausalLM:
-        """The model on meta."""
-        return build_meta(
-            hf_config,
-            loss_chunk_mb=self.config.memory.loss_chunk_mb,
-            trust_remote_code=self.config.model.trust_remote_code,
-        )
+        """The model on meta. Raises ModelError when its own code refuses the configuration."""
+        try:
+            return build_meta(
+                hf_config,
+                loss_chunk_mb=self.config.memory.loss_chunk_mb,
+                trust_remote_code=self.config.model.trust_remote_code,
+            )
+        except (AssertionError, ValueError, TypeError) as error:
+            if isinstance(error, LctrainError):
+                raise
+            where = self.config.model.path or "model.architecture"
+            raise ModelError(
+                f"{where}: a {hf_config.model_type} cannot be built from it ({error}); correct its config"
+            ) from error
 
     def check(self) -> None:
         """Everything that can be refused without weights, data or other ranks."""
         if isinstance(self.config.precision, Bf16Config) and not self.device.supports_bf16():
             raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16; use precision=fp16")
         hf_config = self.read_model()
+        model = self.config.model
+        check_fits(
+            load_tokenizer(self.config.data.tokenizer, model.path, trust_remote_code=model.trust_remote_code),
+            hf_config.vocab_size,
+        )
+        select_kernel(model.attention, device_type=self.device.type, dtype=self.compute_dtype)
         if self.config.model.init is ModelInit.pretrained:
             assert self.config.model.path is not None
             check_pretrained(self.config.model.path)
@@ -113,8 +132,7 @@ class Session:
             self.ranks, self.store, "prepared", first, lambda text: text, self.config.launch.prepare_timeout_s
         )
         return {
-            split: self._open(key, split) if key else None
-            for split, key in zip(splits, note.split(","), strict=True)
+            split: self._open(key, split) if key else None for split, key in zip(splits, note.split(","), strict=True)
         }
 
     def _open(self, key: str, split: str) -> PreparedData:
@@ -167,8 +185,6 @@ class Session:
 
 def versions() -> dict[str, str]:
     """What ran, for summary.json."""
-    import transformers
-
     from lctrain import __version__
 
     return {
@@ -177,4 +193,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -61,7 +62,8 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     _check_shapes(folder, stored, state)
     if optimizer is not None:
         state |= _empty_optimizer_state(stored, module, optimizer)
-    load(state, storage_reader=reader)
+    # Exporting reads in one process, without any group.
+    load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _check_shapes(folder: Path, stored: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
@@ -89,7 +91,7 @@ def _empty_optimizer_state(
         if id(param) not in owned:
             continue
         prefix = f"{_OPTIM}{name}."
-        for full in (n for n in stored if n.startswith(prefix) and "." not in n[len(prefix):]):
+        for full in (n for n in stored if n.startswith(prefix) and "." not in n[len(prefix) :]):
             meta = stored[full]
             same = meta.size == param.shape
             value = (
@@ -97,7 +99,7 @@ def _empty_optimizer_state(
                 if same
                 else torch.zeros(meta.size, dtype=meta.properties.dtype)
             )
-            optimizer.state[param][full[len(prefix):]] = value
+            optimizer.state[param][full[len(prefix) :]] = value
             wanted[full] = value
     return wanted
 
@@ -112,8 +114,9 @@ class TensorReader(FileSystemReader):
             with path.open("rb") as stream:
                 metadata = _IndexUnpickler(stream).load()
         except (OSError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{path} cannot be read as a checkpoint index ({error}); use another "
-                                  "checkpoint") from error
+            raise CheckpointError(
+                f"{path} cannot be read as a checkpoint index ({error}); use another checkpoint"
+            ) from error
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -131,8 +134,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         plain_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        dataclass_of_dcp = module in self._MODULES and "." not in name and (
-            name.startswith("_StorageInfo") or module.endswith("metadata")
+        dataclass_of_dcp = (
+            module in self._MODULES
+            and "." not in name
+            and (name.startswith("_StorageInfo") or module.endswith("metadata"))
         )
         if plain_dtype or dataclass_of_dcp or (module, name) in self._NAMES:
             return super().find_class(module, name)

@@ -28,19 +28,19 @@ def rank_main(session: Session) -> int:
     """Train; returns the exit code of this rank."""
     config = session.config
     run_dir = RunDir(Path(session.share("run_dir", partial(_choose_run_dir, session))))
-    checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir))
     data = session.prepare(("train", "eval"))
+    train_data = data["train"]
+    assert train_data is not None
+    order, limits = _plan(session, train_data)
+    identity = Identity(signature(session.read_model()), order.global_batch_size, config.seed, train_data.fingerprint)
+    checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir, identity))
     if session.ranks.is_main:
         run_dir.create(config)
         session.log.attach(run_dir.log)
     session.describe()
     mesh = session.connect()
     language = build_language(session, mesh, init_weights=not checkpoint)
-    train_data = data["train"]
-    assert train_data is not None
-    order, limits = _plan(session, train_data)
-    identity = Identity(signature(language.hf_config), order.global_batch_size, config.seed, train_data.fingerprint)
-    state = _continue(session, language, identity, run_dir, Path(checkpoint)) if checkpoint else TrainState()
+    state = _continue(session, language, run_dir, Path(checkpoint)) if checkpoint else TrainState()
     callbacks = build_callbacks(config.logging, run_dir, session.log) if session.ranks.is_main else []
     trainer = _trainer(session, language, run_dir, identity, data, order, limits, state, callbacks)
     status = "failed"
@@ -64,11 +64,14 @@ def _choose_run_dir(session: Session) -> str:
     return str(path)
 
 
-def _find_checkpoint(session: Session, run_dir: RunDir) -> str:
+def _find_checkpoint(session: Session, run_dir: RunDir, identity: Identity) -> str:
+    """The checkpoint to continue, or "". Raises CheckpointError for another model's, before anything is written."""
     resume = session.config.checkpoint.resume
     found = find(resume, run_dir.path, session.log) if resume else None
     if resume and found is None:
         session.log(f"checkpoint.resume={resume}: no checkpoint in {run_dir.path} yet; starting from the beginning")
+    if found is not None:
+        identity.check(read_state(found)[1], found, session.log)
     return str(found or "")
 
 
@@ -88,10 +91,9 @@ def _plan(session: Session, data: PreparedData) -> tuple[SampleOrder, Limits]:
     return order, Limits(total, config.train.max_skipped_steps, per_epoch)
 
 
-def _continue(session: Session, language: Language, identity: Identity, run_dir: RunDir, folder: Path) -> TrainState:
-    """Weights, optimizer and state of a checkpoint. Raises CheckpointError for another model's."""
-    state, record = read_state(folder)
-    identity.check(record, folder, session.log)
+def _continue(session: Session, language: Language, run_dir: RunDir, folder: Path) -> TrainState:
+    """Weights, optimizer and state of a checkpoint."""
+    state, _ = read_state(folder)
     read_tensors(folder, language.model, language.engine.optimizer)
     language.engine.scale.load_state_dict(state.loss_scale)
     if session.ranks.is_main:

@@ -102,7 +102,8 @@ class Trainer:
         started = time.perf_counter()
         work = [self.objective.work(batch) for batch in micro]
         (count, units, flops), stopping = self.mesh.sum_over_data(
-            [sum(w.count for w in work), sum(w.units for w in work), sum(w.flops for w in work)], flag=self.stop.requested
+            [sum(w.count for w in work), sum(w.units for w in work), sum(w.flops for w in work)],
+            flag=self.stop.requested,
         )
         if stopping:
             return None

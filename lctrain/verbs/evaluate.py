@@ -21,8 +21,10 @@ def run(command: Any) -> int:
     if command.show_config:
         return show(config)
     if not (config.data.held_out or config.data.eval_path):
-        raise ConfigError("nothing to evaluate on: data.held_out is 0 and data.eval_path is not set; give "
-                          "data.eval_path=PATH, or the data.held_out the run was trained with")
+        raise ConfigError(
+            "nothing to evaluate on: data.held_out is 0 and data.eval_path is not set; give "
+            "data.eval_path=PATH, or the data.held_out the run was trained with"
+        )
     ranks = read_ranks()
     resolved = resolve_for(config, ranks)
     if ranks.launcher is not None:
@@ -40,8 +42,10 @@ def _config(command: Any) -> TrainConfig:
     given, rest = take(command.overrides, "run_dir")
     if given is None or not (Path(given) / "config.yaml").is_file():
         if given is not None and not any(o.startswith("recipe=") for o in rest):
-            raise ConfigError(f"run_dir={given} has no config.yaml; give a run's directory, or recipe=NAME "
-                              "model.path=FOLDER to evaluate a model folder")
+            raise ConfigError(
+                f"run_dir={given} has no config.yaml; give a run's directory, or recipe=NAME "
+                "model.path=FOLDER to evaluate a model folder"
+            )
         return compose_config(command.overrides, config_dir=command.config_dir)
     config = saved_config(given, rest)
     config.run_dir = given

@@ -46,8 +46,10 @@ def _parse(overrides: tuple[str, ...]) -> dict[str, str]:
         if key not in _FIELDS:
             near = difflib.get_close_matches(key, _FIELDS, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{key} is not a field of export; {hint}its fields are " +
-                              "; ".join(f"{k}: {v}" for k, v in _FIELDS.items()))
+            raise ConfigError(
+                f"{key} is not a field of export; {hint}its fields are "
+                + "; ".join(f"{k}: {v}" for k, v in _FIELDS.items())
+            )
     for key in ("run_dir", "out"):
         if key not in fields:
             raise ConfigError(f"{key} is not given; write python -m lctrain export run_dir=DIR out=OUT")
@@ -61,8 +63,9 @@ def _checkpoint(run_dir: Path, given: str | None) -> Path:
 
     found = find(given or "auto", run_dir, print)
     if found is None:
-        raise CheckpointError(f"run_dir={run_dir} holds no whole checkpoint; train with checkpoint.save_steps, or let "
-                              "the run end")
+        raise CheckpointError(
+            f"run_dir={run_dir} holds no whole checkpoint; train with checkpoint.save_steps, or let the run end"
+        )
     return found
 
 
@@ -74,8 +77,8 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
     from lctrain.data.tokenizer import load_tokenizer
     from lctrain.models.causal_lm import build_meta
     from lctrain.models.check import read_config
-    from lctrain.models.materialize import materialize_empty
     from lctrain.models.export import export_folder, hf_name
+    from lctrain.models.materialize import materialize_empty
     from lctrain.train.sharded_state import read
 
     config = load(run_dir / "config.yaml")

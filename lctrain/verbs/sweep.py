@@ -33,8 +33,10 @@ def sweep(command: Any) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     if read_ranks().launcher is not None:
-        raise ConfigError("-m starts whole jobs and cannot run inside torchrun or accelerate launch; start it with "
-                          "python -m lctrain -m")
+        raise ConfigError(
+            "-m starts whole jobs and cannot run inside torchrun or accelerate launch; start it with "
+            "python -m lctrain -m"
+        )
     register()
     overrides = [o for o in command.overrides if not o.startswith("run_dir=")]
     root = next((o.split("=", 1)[1] for o in command.overrides if o.startswith("run_dir=")), None)

@@ -82,7 +82,11 @@ def reference(tied: bool) -> dict[str, Any]:
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+        [{"params": decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-3,
+        weight_decay=0.0,
     )
     data = tiny_data()
     order = SampleOrder(size=len(data), seed=config.seed, global_batch_size=4)

@@ -80,9 +80,7 @@ def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, datetime.timedelta(seconds=60))
-    dist.init_process_group(
-        "cpu:gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
-    )
+    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     ranks = Ranks(rank=rank, world_size=size, local_rank=rank, local_world_size=size, launcher="lctrain")
     while True:
         try:

@@ -53,7 +53,7 @@ def test_an_epoch_trains_on_every_target_once(open_texts) -> None:
 
 def test_global_batch_must_divide(open_texts) -> None:
     prepared = open_texts()
-    with pytest.raises(ConfigError, match="train.global_batch_size=4"):
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size=4"):
         TextLoader(prepared, order=order_of(prepared), data_size=3)
 
 
@@ -87,8 +87,7 @@ def test_prefetch_raises_in_the_consumer_and_stops(open_texts, monkeypatch: pyte
     monkeypatch.setattr(loader, "batches", failing)
     seen = []
     with pytest.raises(RuntimeError, match="disk gone"):
-        for step, _ in loader.iterate(0, 9):
-            seen.append(step)
+        seen.extend(step for step, _ in loader.iterate(0, 9))
     assert seen == [0, 1]
     assert not prefetch_threads()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 
 import numpy as np
@@ -23,7 +24,7 @@ def test_best_fit(data: st.DataObject, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=120))
     order, offsets = best_fit(np.array(lengths, np.int64), capacity)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in order[a:b]) for a, b in zip(offsets, offsets[1:], strict=False)]
+    loads = [sum(lengths[i] for i in order[a:b]) for a, b in itertools.pairwise(offsets)]
     assert all(0 < load <= capacity for load in loads)
     assert sorted(loads) == sorted(slow_best_fit(lengths, capacity))
 

@@ -10,11 +10,14 @@ import sys
 import threading
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
 
-from lctrain.config.data import OnBadRecord, TextConfig
+from lctrain.config.data import HubConfig, OnBadRecord, ParquetConfig, TextConfig
 from lctrain.data import prepare as prepare_module
 from lctrain.data.cache import build_once
 from lctrain.data.plan import held_out_rows
@@ -137,6 +140,18 @@ def test_chat_and_text_records(open_jsonl) -> None:
     assert sorted(trained.values()) == [b"plain", b"yes<|im_end|>\n", b"yes<|im_end|>\n"]
 
 
+@pytest.mark.parametrize("kind", [ParquetConfig, HubConfig])
+def test_tables_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr("lctrain.data.hub.SHARD_ROWS", 3)
+    texts = [f"row {number}" for number in range(7)]
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "rows" / "train.parquet", row_group_size=3)
+    cfg = kind(path=str(tmp_path / "rows"), cache_dir=str(tmp_path / "cache"), tokenizer="byte", num_proc=2)
+    prepared = prepare(cfg, model_path=None, vocab_size=None, split="train", report=lambda line: None)
+    assert documents_of(prepared) == [text.encode() for text in texts]
+
+
 def test_loss_mask_holds_across_a_cut(open_jsonl) -> None:
     whole = open_jsonl([{"messages": CHAT}])
     length = whole.tokens
@@ -244,6 +259,12 @@ def test_the_second_process_waits_and_finds_it(tmp_path: Path) -> None:
     assert results == [False]
 
 
+def test_a_process_may_have_nothing_to_do(open_jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lctrain.data.sources.SHARD_BYTES", 30)
+    assert documents_of(open_jsonl([{"text": "one"}, *[""] * 100], num_proc=2)) == [b"one"]
+    assert documents_of(open_jsonl([*[""] * 100, {"text": "one"}], num_proc=2)) == [b"one"]
+
+
 def test_a_failing_build_leaves_nothing(tmp_path: Path) -> None:
     def build(temporary: Path) -> None:
         (temporary / "half").write_text("half")
@@ -256,14 +277,14 @@ def test_a_failing_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 KILLED = """
-import json, sys
+import json, os, signal, sys
 from lctrain.config.data import TextConfig
 from lctrain.data import tokenise
 from lctrain.data.prepare import prepare
 
 def stuck(content, tokenizer):
-    print("tokenising", flush=True)
-    sys.stdin.buffer.raw.read(1)
+    os.write(1, b"tokenising\\n")
+    signal.pause()
 
 tokenise._encode = stuck
 prepare(TextConfig(**json.loads(sys.argv[1])), model_path=None, vocab_size=None, split="train")
@@ -273,8 +294,7 @@ prepare(TextConfig(**json.loads(sys.argv[1])), model_path=None, vocab_size=None,
 def test_a_killed_preparation_does_not_block_the_next(open_texts, texts: Path, tmp_path: Path) -> None:
     settings = {"path": str(texts), "cache_dir": str(tmp_path / "cache"), "tokenizer": "byte", "num_proc": 2}
     command = [sys.executable, "-c", KILLED, json.dumps(settings)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as killed:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as killed:
         try:
             assert killed.stdout.readline() == b"tokenising\n"
             killed.kill()

@@ -72,7 +72,7 @@ def test_digest_sees_paths_and_bytes(tmp_path: Path) -> None:
 
 
 def test_missing_sources(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data.path is not set"):
+    with pytest.raises(DataError, match=r"data\.path is not set"):
         open_source(TextConfig(), path=None)
     with pytest.raises(DataError, match=r"data\.eval_path=.*gone does not exist"):
         open_source(JsonlConfig(), field="data.eval_path", path=str(tmp_path / "gone"))

@@ -28,7 +28,8 @@ PLAIN = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% end
 )
 MARKED = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }} </s> {% endgeneration %}{% else %}{{ m['content'] }} </s> {% endif %}{% endfor %}"
+    "{% generation %}{{ m['content'] }} </s> {% endgeneration %}"
+    "{% else %}{{ m['content'] }} </s> {% endif %}{% endfor %}"
 )
 # Only the last assistant turn shows its thinking: a prefix is not rendered as it is within the whole.
 UNSTABLE = (
@@ -39,7 +40,7 @@ UNSTABLE = (
 
 def word_folder(folder: Path, template: str | None, *, bos: str | None = None) -> Path:
     special = ["</s>", "<s>", "<system>", "<user>", "<assistant>", "[UNK]"]
-    words = special + ["be", "brief", "hello", "there", "good", "day", "bye", "so", "long", "think"]
+    words = [*special, "be", "brief", "hello", "there", "good", "day", "bye", "so", "long", "think"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token=bos, unk_token="[UNK]")
@@ -66,9 +67,9 @@ EDGES = [
     " ",
     "plain",
     " lead\ttabs \r\n",
-    "é \u00a0\u00ad",
-    "😀\u200d👩🏽‍💻",
-    "\ufeff\u2028\ufffd\x00\x7f",
+    "\u00e9 e\u0301 \u00a0\u00ad",
+    "\U0001f600\u200d\U0001f469\U0001f3fd\u200d\U0001f4bb",
+    "\ufeff\u2028\ufffd\uffff\x00\x7f",
     "a <|eos|> <|bos|> b",
 ]
 
@@ -104,14 +105,8 @@ def test_chat_loss_mask_of_a_folder(tmp_path: Path, template: str) -> None:
     tokenizer = load_tokenizer(str(word_folder(tmp_path, template)), None)
     ids, mask = tokenizer.encode_messages(CHAT)
     words = AutoTokenizer.from_pretrained(str(tmp_path)).convert_ids_to_tokens(ids.tolist())
-    assert [word for word, trained in zip(words, mask, strict=True) if trained] == [
-        "good",
-        "day",
-        "</s>",
-        "so",
-        "long",
-        "</s>",
-    ]
+    trained = " ".join(word for word, loss in zip(words, mask, strict=True) if loss)
+    assert trained == "good day </s> so long </s>"
     assert " ".join(words).startswith("<system> be brief </s> <user> hello there </s> <assistant> good day </s>")
 
 
@@ -168,7 +163,7 @@ def test_saved_folder_keeps_the_fingerprint(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="set data.tokenizer=byte or a folder"):
+    with pytest.raises(DataError, match=r"set data\.tokenizer=byte or a folder"):
         load_tokenizer(None, None)
     with pytest.raises(DataError, match=r"data\.tokenizer=.*nowhere.*local folder"):
         load_tokenizer(str(tmp_path / "nowhere"), None)
@@ -182,5 +177,5 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_check_fits() -> None:
     check_fits(ByteTokenizer(), 259)
-    with pytest.raises(DataError, match="does not fit the model's vocabulary.*259.*258"):
+    with pytest.raises(DataError, match=r"does not fit the model's vocabulary.*259.*258"):
         check_fits(ByteTokenizer(), 258)

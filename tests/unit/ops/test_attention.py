@@ -51,7 +51,7 @@ def test_forward_and_backward_equal_torch(kernel, heads: int, kv_heads: int) -> 
     got = _with_grads(lambda q, k, v: attend(kernel, q, k, v, MIXED, 0.3), tensors)
     want = _with_grads(lambda q, k, v: _torch_attention(q, k, v, MIXED, 0.3), tensors)
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,7 +67,7 @@ def test_sdpa_equals_reference_on_random_boundaries(lengths: list[int], heads: t
         for kernel in KERNELS
     )
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -117,9 +117,9 @@ def test_blocks_merged_by_log_sum_exp_are_the_whole(kernel) -> None:
         )
         for rows, causal in ((first, False), (second, True))
     ]
-    torch.testing.assert_close(back[0][0] + back[1][0], dq[second], rtol=1e-4, atol=2e-6)
-    torch.testing.assert_close(torch.cat([back[0][1], back[1][1]]), dk, rtol=1e-4, atol=2e-6)
-    torch.testing.assert_close(torch.cat([back[0][2], back[1][2]]), dv, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(back[0][0] + back[1][0], dq[second], rtol=1e-4, atol=5e-6)
+    torch.testing.assert_close(torch.cat([back[0][1], back[1][1]]), dk, rtol=1e-4, atol=5e-6)
+    torch.testing.assert_close(torch.cat([back[0][2], back[1][2]]), dv, rtol=1e-4, atol=5e-6)
 
 
 def test_queries_and_keys_may_have_different_lengths_when_not_causal() -> None:
@@ -131,7 +131,7 @@ def test_queries_and_keys_may_have_different_lengths_when_not_causal() -> None:
         grads = kernel.backward(out, q, k, v, out, lse, documents, scale=0.3, causal=False, kv_documents=kv_documents)
         results.append((out, lse, *grads))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -203,7 +203,7 @@ def test_selection() -> None:
     assert select_kernel(AttentionKernel.auto, "npu", torch.bfloat16).name == "reference"
     with pytest.raises(ConfigError, match=r"model.attention=flash cannot run: flash-attn runs on cuda.*auto"):
         select_kernel(AttentionKernel.flash, "cpu", torch.bfloat16)
-    with pytest.raises(ConfigError, match="float32.*precision=bf16"):
+    with pytest.raises(ConfigError, match=r"float32.*precision=bf16"):
         select_kernel(AttentionKernel.flash, "cuda", torch.float32)
-    with pytest.raises(ConfigError, match="model.attention=sdpa cannot run.*npu"):
+    with pytest.raises(ConfigError, match=r"model.attention=sdpa cannot run.*npu"):
         select_kernel(AttentionKernel.sdpa, "npu", torch.bfloat16)

@@ -40,7 +40,7 @@ def test_fp32_equals_torch(bias: bool, chunk_tokens: int) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
     grads = torch.autograd.grad(loss * 0.37, tensors)
     for a, b in zip(grads, torch.autograd.grad(want * 0.37, tensors), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,7 +102,7 @@ def test_frozen_weight_and_no_grad() -> None:
     tensors, labels = _case()
     frozen = [tensors[0], tensors[1].detach()]
     (grad,) = torch.autograd.grad(_ours(frozen, labels, 8), [tensors[0]])
-    torch.testing.assert_close(grad, torch.autograd.grad(_torch(tensors, labels), tensors)[0], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(grad, torch.autograd.grad(_torch(tensors, labels), tensors)[0], rtol=1e-5, atol=5e-6)
     with torch.no_grad():
         loss = _ours(tensors, labels, 8)
     assert not loss.requires_grad

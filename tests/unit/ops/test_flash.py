@@ -73,6 +73,6 @@ def test_calls_match_the_package_and_auto_prefers_it() -> None:
 
 def test_without_the_package_the_reason_and_the_mend_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ConfigError, match="does not import.*pip install flash-attn.*model.attention=auto"):
+    with pytest.raises(ConfigError, match=r"does not import.*pip install flash-attn.*model.attention=auto"):
         select_kernel(AttentionKernel.flash, "cuda", torch.bfloat16)
     assert select_kernel(AttentionKernel.auto, "cuda", torch.bfloat16).name == "sdpa"

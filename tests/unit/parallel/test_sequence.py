@@ -25,5 +25,5 @@ def test_ranks_columns_are_the_batch_and_boundaries_stay_whole() -> None:
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data.max_length=10.*sp_size=4.*8"):
+    with pytest.raises(ConfigError, match=r"data.max_length=10.*sp_size=4.*8"):
         split_batch(_batch(10), 0, 4)
