@@ -7,6 +7,7 @@ one is an unknown key instead of an option that is silently ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from lctrain.config.checks import MISSING, require
 
@@ -65,3 +66,45 @@ class FsdpSpConfig(FsdpConfig):
 
     kind: str = "fsdp_sp"
     sp_size: int = -1
+
+
+class CpMethod(Enum):
+    """How keys and values reach the ranks that need them."""
+
+    ring = "ring"
+    allgather = "allgather"
+
+
+@dataclass(kw_only=True)
+class FsdpCpConfig(FsdpConfig):
+    """FSDP2 over all ranks, each sequence split zigzag over cp_size of them (-1: all ranks).
+
+    cp_method: ring passes keys and values from rank to rank; allgather collects them at once.
+    """
+
+    kind: str = "fsdp_cp"
+    cp_size: int = -1
+    cp_method: CpMethod = CpMethod.ring
+
+
+@dataclass(kw_only=True)
+class FsdpUspConfig(FsdpConfig):
+    """FSDP2 over all ranks, each sequence split over sequence_ranks of them (-1: all ranks).
+
+    Inside, sp_size ranks trade heads (Ulysses); outside, cp_size pass keys and values (ring). null takes
+    the largest sp_size that divides the model's heads, and cp_size from what is left.
+    """
+
+    kind: str = "fsdp_usp"
+    sequence_ranks: int = -1
+    sp_size: int | None = None
+    cp_size: int | None = None
+    cp_method: CpMethod = CpMethod.ring
+
+
+@dataclass(kw_only=True)
+class FsdpTpConfig(FsdpConfig):
+    """Tensor parallel over tp_size neighbouring ranks (-1: all), FSDP2 over the rest."""
+
+    kind: str = "fsdp_tp"
+    tp_size: int = -1

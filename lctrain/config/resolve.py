@@ -9,33 +9,10 @@ from typing import Any
 
 from lctrain.config.data import HubConfig
 from lctrain.config.model import ModelInit
-from lctrain.config.parallel import DdpConfig, FsdpConfig, FsdpSpConfig, HsdpConfig, ParallelConfig, SingleConfig
+from lctrain.config.parallel import SingleConfig
 from lctrain.config.root import TrainConfig
+from lctrain.config.sizes import Heads, Sizes, layout_sizes
 from lctrain.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many ranks each mesh axis has; their product is the world size."""
-
-    dp_replicate: int
-    dp_shard: int
-    sp: int
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.dp_replicate * self.dp_shard * self.sp
-
-    @property
-    def data(self) -> int:
-        """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def shards(self) -> int:
-        """Pieces parameters and optimizer state are cut into."""
-        return self.dp_shard * self.sp
 
 
 @dataclass(frozen=True)
@@ -61,8 +38,7 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
     check_required(config)
     ranks = wanted_ranks(config) if world_size is None else world_size
     _check_launcher_ranks(config, world_size, launcher)
-    sizes = layout_sizes(config.parallel, ranks)
-    _check_heads(config, sizes)
+    sizes = layout_sizes(config.parallel, ranks, heads=_heads(config))
     return Resolved(config, sizes, accumulation(config, sizes))
 
 
@@ -131,48 +107,6 @@ def _check_launcher_ranks(config: TrainConfig, world_size: int | None, launcher:
         )
 
 
-def layout_sizes(parallel: ParallelConfig, ranks: int) -> Sizes:
-    """Mesh sizes of a layout over `ranks`. Raises ConfigError when they do not multiply out."""
-    match parallel:
-        case SingleConfig():
-            return Sizes(1, 1, 1)
-        case DdpConfig():
-            return Sizes(ranks, 1, 1)
-        case HsdpConfig():
-            replicate, shard = parallel.dp_replicate_size, parallel.dp_shard_size
-            replicate, shard = _fill("dp_replicate_size", replicate, "dp_shard_size", shard, ranks)
-            return Sizes(replicate, shard, 1)
-        case FsdpSpConfig():
-            sp = ranks if parallel.sp_size == -1 else parallel.sp_size
-            if sp < 1 or ranks % sp:
-                raise ConfigError(
-                    f"parallel.sp_size={sp} does not divide the {ranks} ranks; choose one of {_divisors(ranks)}"
-                )
-            return Sizes(1, ranks // sp, sp)
-        case FsdpConfig():
-            return Sizes(1, ranks, 1)
-    raise AssertionError(type(parallel))
-
-
-def _fill(a_name: str, a: int, b_name: str, b: int, ranks: int) -> tuple[int, int]:
-    if a == -1 and b == -1:
-        raise ConfigError(f"parallel.{a_name}=-1 and parallel.{b_name}=-1 cannot both be the rest; set one of them")
-    if a == -1 and b > 0 and ranks % b == 0:
-        a = ranks // b
-    if b == -1 and a > 0 and ranks % a == 0:
-        b = ranks // a
-    if a < 1 or b < 1 or a * b != ranks:
-        raise ConfigError(
-            f"parallel.{a_name}={a} x parallel.{b_name}={b} is not the {ranks} ranks; choose sizes from "
-            f"{_divisors(ranks)} whose product is {ranks}, or -1 for the rest"
-        )
-    return a, b
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
 def architecture(config: TrainConfig) -> dict[str, Any]:
     """The model's config.json (or model.architecture) as a mapping. Raises ConfigError when unreadable."""
     if config.model.path is None:
@@ -188,15 +122,13 @@ def architecture(config: TrainConfig) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}); restore the file") from error
 
 
-def _check_heads(config: TrainConfig, sizes: Sizes) -> None:
-    heads = architecture(config).get("num_attention_heads")
-    if sizes.sp == 1 or not isinstance(heads, int) or heads % sizes.sp == 0:
-        return
-    fit = ", ".join(str(d) for d in range(1, sizes.world + 1) if sizes.world % d == 0 and heads % d == 0)
-    raise ConfigError(
-        f"parallel.sp_size={sizes.sp} does not divide the model's {heads} attention heads; with {sizes.world} ranks "
-        f"choose parallel.sp_size from {fit}"
-    )
+def _heads(config: TrainConfig) -> Heads | None:
+    """Head counts as far as config.json tells them; the model's own checks come later."""
+    raw = architecture(config)
+    heads = raw.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return None
+    return Heads(heads, raw.get("num_key_value_heads") or heads)
 
 
 def accumulation(config: TrainConfig, sizes: Sizes) -> int:

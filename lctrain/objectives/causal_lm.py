@@ -29,8 +29,10 @@ class CausalLMObjective:
         return Work(count=batch.count, units=batch.tokens, flops=self._flops(batch.documents))
 
     def shard(self, batch: TextBatch) -> TextBatch:
-        """This rank's columns [B, S / sp], on its device."""
-        return split_batch(batch, self._mesh.sp_rank, self._mesh.sizes.sp).to(self._mesh.device.torch_device)
+        """This rank's columns [B, S / (cp * sp)], on its device."""
+        mesh = self._mesh
+        part = split_batch(batch, mesh.sp_rank, mesh.sizes.sp, cp_rank=mesh.cp_rank, cp_size=mesh.sizes.cp)
+        return part.to(mesh.device.torch_device)
 
     def loss_sum(self, model: Any, batch: TextBatch) -> torch.Tensor:
         """Cross entropy summed over this rank's tokens."""

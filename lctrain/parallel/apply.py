@@ -5,7 +5,7 @@ DDP wraps later (engines/native.py), because it needs real parameters and FSDP2 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,25 +13,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lctrain.config.memory import MemoryConfig, Recompute
-from lctrain.config.parallel import FsdpConfig, ParallelConfig
-from lctrain.ops.attention.documents import Documents
-from lctrain.ops.attention.interface import Kernel, attend_batch
+from lctrain.config.parallel import CpMethod, FsdpConfig, FsdpCpConfig, FsdpUspConfig, ParallelConfig
+from lctrain.ops.attention.interface import Attend, Kernel, attend_batch
 from lctrain.parallel.recompute import recompute_layers
+from lctrain.parallel.ring import allgather_attend, ring_attend
 from lctrain.parallel.ulysses import ulysses_attend
 from lctrain.runtime.mesh import Mesh
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents, float], torch.Tensor]
-
-
-def attention_for(kernel: Kernel, mesh: Mesh) -> Attend:
-    """The attention of a layout: the kernel itself, or the kernel between two all-to-alls (axis sp).
-
-    The result takes q [B, S, H, D], k, v [B, S, K, D], documents, scale and returns [B, S, H, D].
-    """
+def attention_for(kernel: Kernel, parallel: ParallelConfig, mesh: Mesh) -> Attend:
+    """The attention of a layout: the kernel, in a ring (axis cp), between two all-to-alls (axis sp)."""
+    attend: Attend = partial(attend_batch, kernel)
+    if mesh.sizes.cp > 1:
+        assert isinstance(parallel, FsdpCpConfig | FsdpUspConfig), type(parallel)
+        around = ring_attend if parallel.cp_method is CpMethod.ring else allgather_attend
+        attend = partial(around, kernel, group=mesh.cp_group)
     if mesh.sizes.sp > 1:
-        group = mesh.sp_group
-        return lambda q, k, v, documents, scale: ulysses_attend(kernel, q, k, v, documents, scale=scale, group=group)
-    return lambda q, k, v, documents, scale: attend_batch(kernel, q, k, v, documents, scale=scale)
+        attend = partial(ulysses_attend, attend, group=mesh.sp_group)
+    return attend
 
 
 def apply_layout(

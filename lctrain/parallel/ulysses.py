@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: split columns become split heads around any attention kernel.
+"""Ulysses sequence parallelism: split columns become split heads around any attention.
 
 Legend: B batch, S whole sequence, s = S / n this rank's columns, H query heads, K key/value heads, D head dim,
 n ranks of the `sp` axis; h = H / n query heads and k key/value heads of this rank.
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from lctrain.errors import ModelError
 from lctrain.ops.all_to_all import heads_to_seq, seq_to_heads
 from lctrain.ops.attention.documents import Documents
-from lctrain.ops.attention.interface import Kernel, attend_batch
+from lctrain.ops.attention.interface import Attend
 
 
 def ulysses_attend(
-    kernel: Kernel,
+    inner: Attend,
     q_BsHD: torch.Tensor,
     k_BsKD: torch.Tensor,
     v_BsKD: torch.Tensor,
@@ -30,6 +30,7 @@ def ulysses_attend(
 ) -> torch.Tensor:
     """Causal attention inside documents over a sequence split across `group`: out_BsHD of this rank's columns.
 
+    inner: attention of all the group's columns on this rank's heads (a kernel, or a ring of wider groups);
     documents: boundaries of the whole [B * S] batch. Two all-to-alls over the group: q, k and v there in
     one message, the output back. Key/value heads are repeated as little as lets every rank hold the ones
     its query heads read: to lcm(K, n) heads; autograd sums the copies' gradients.
@@ -49,5 +50,5 @@ def ulysses_attend(
     per_rank = [x.unflatten(2, (n, -1)) for x in (q_BsHD, k_BsKD, v_BsKD)]
     qkv_BShD = seq_to_heads(torch.cat(per_rank, dim=3).flatten(2, 3), group)
     q_BShD, k_BSkD, v_BSkD = qkv_BShD.split([h, k, k], dim=2)
-    out_BShD = attend_batch(kernel, q_BShD, k_BSkD, v_BSkD, documents, scale=scale)
+    out_BShD = inner(q_BShD, k_BSkD, v_BSkD, documents, scale=scale)
     return heads_to_seq(out_BShD, group)

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Mesh:
-    """Axes, outermost first: dp_replicate, dp_shard, sp. Ranks of one sequence are neighbours.
+    """Axes, outermost first: dp_replicate, dp_shard, cp, sp, tp. Ranks of one sequence are neighbours.
 
-    data_rank: which sequences this rank reads. sp_rank: which part of them.
+    data_rank: which sequences this rank reads. cp_rank, sp_rank: which part of them; tp_rank: which part
+    of every matrix.
     """
 
     def __init__(self, sizes: Sizes, device: Accelerator) -> None:
@@ -28,15 +29,15 @@ class Mesh:
         self.device = device
         self.axes: DeviceMesh = init_device_mesh(
             device.type,
-            (sizes.dp_replicate, sizes.dp_shard, sizes.sp),
-            mesh_dim_names=("dp_replicate", "dp_shard", "sp"),
+            (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.sp, sizes.tp),
+            mesh_dim_names=("dp_replicate", "dp_shard", "cp", "sp", "tp"),
         )
         # Parameters are sharded over every rank that is not a replica: data and sequence ranks alike.
-        self._shard = self.axes["dp_shard", "sp"]._flatten("shard")
+        self._shard = self.axes["dp_shard", "cp", "sp"]._flatten("shard")
         coordinate = self.axes.get_coordinate()
         assert coordinate is not None
         self.data_rank = coordinate[0] * sizes.dp_shard + coordinate[1]
-        self.sp_rank = coordinate[2]
+        self.cp_rank, self.sp_rank, self.tp_rank = coordinate[2:]
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -44,23 +45,36 @@ class Mesh:
         return self.axes["dp_replicate", "shard"] if self.sizes.dp_replicate > 1 else self._shard
 
     @property
+    def tp_mesh(self) -> DeviceMesh:
+        """Ranks that hold the parts of every matrix."""
+        return self.axes["tp"]
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """Ranks that hold the zigzag chunks of one sequence."""
+        return self.axes.get_group("cp")
+
+    @property
     def sp_group(self) -> ProcessGroup:
-        """Ranks that hold the parts of one sequence."""
+        """Ranks that hold the contiguous parts of one sequence (or of its chunks)."""
         return self.axes.get_group("sp")
 
     def sum_over_data(self, values: Sequence[float], *, flag: bool = False) -> tuple[list[float], bool]:
         """Sum host numbers over data ranks (axes dp_replicate, dp_shard); and whether any rank raised `flag`."""
         import torch
 
-        # Every sequence rank holds the same numbers; only the first contributes, so that one sum over all is enough.
-        own = [float(v) if self.sp_rank == 0 else 0.0 for v in values]
+        # Ranks of one sequence hold the same numbers; the first contributes, so that one sum over all is enough.
+        first = self.cp_rank == self.sp_rank == self.tp_rank == 0
+        own = [float(v) if first else 0.0 for v in values]
         total = torch.tensor([*own, float(flag)], dtype=torch.float64)
         self._all_reduce(total)
         *sums, flags = total.tolist()
         return sums, flags > 0
 
-    def sum_over_all(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over every rank (all axes), in place."""
+    def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum ranks' losses in place (all axes but tp, whose ranks hold the same loss)."""
+        if self.tp_rank:
+            value.zero_()
         self._all_reduce(value)
         return value
 

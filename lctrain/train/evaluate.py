@@ -30,7 +30,7 @@ def evaluate(engine: NativeEngine, objective: Objective, batches: Iterable[Any],
             total += objective.loss_sum(engine.module, objective.shard(batch))
     engine.module.train(training)
     (count, units), _ = mesh.sum_over_data([count, units])
-    loss = float(mesh.sum_over_all(total)) / max(count, 1.0)
+    loss = float(mesh.sum_losses(total)) / max(count, 1.0)
     return {
         "eval_loss": loss,
         "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,

@@ -64,7 +64,7 @@ class Language:
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.sizes.data,
             micro_batch_size=config.train.micro_batch_size,
-            multiple=self.mesh.sizes.sp,
+            multiple=self.mesh.sizes.length_multiple,
             max_sequences=config.eval.max_sequences,
         )
 
@@ -77,7 +77,7 @@ class Language:
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.sizes.data,
             micro_batch_size=config.train.micro_batch_size,
-            multiple=self.mesh.sizes.sp,
+            multiple=self.mesh.sizes.length_multiple,
             prefetch=config.data.prefetch,
         )
 
@@ -91,7 +91,7 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     hf_config = session.read_model()
     model = session.build_meta(hf_config)
     kernel = select_kernel(config.model.attention, device_type=mesh.device.type, dtype=session.compute_dtype)
-    router = model.route_attention(attention_for(kernel, mesh))
+    router = model.route_attention(attention_for(kernel, config.parallel, mesh))
     log(f"attention: {kernel.name} ({'asked for' if config.model.attention.name != 'auto' else 'chosen'})")
     apply_layout(
         model,

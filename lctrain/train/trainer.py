@@ -108,7 +108,7 @@ class Trainer:
         if stopping:
             return None
         # The generator of a step depends on the step alone: nothing to save, nothing to replay.
-        self.mesh.device.seed(derive(self.seed, "step", step, self.mesh.data_rank, self.mesh.sp_rank))
+        self.mesh.device.seed(derive(self.seed, "step", step, self.mesh.data_rank, self.mesh.cp_rank, self.mesh.sp_rank))
         loss = self._forward_backward(micro, max(count, 1.0))
         lr = self.lr_at(step)
         result = self.engine.step(lr)
@@ -138,7 +138,7 @@ class Trainer:
                 loss_sum = self.objective.loss_sum(self.engine.model, self.objective.shard(batch))
                 self.engine.backward(loss_sum / count)
             total += loss_sum.detach()
-        return float(self.mesh.sum_over_all(total)) / count
+        return float(self.mesh.sum_losses(total)) / count
 
     def _count(self, step: int, loss: float, units: float, *, skipped: bool) -> None:
         state = self.state

@@ -88,6 +88,6 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
     model = build_meta(hf_config, dtype=target, trust_remote_code=trust)
     materialize_empty(model, torch.device("cpu"))
     read(folder, model)
-    tensors = ((hf_name(name), p) for name, p in model.named_parameters())
+    tensors = ((hf_name(name), tensor) for name, tensor in model.state_dict().items())
     export_folder(hf_config, tensors, out=out, dtype=target, trust_remote_code=trust)
     load_tokenizer(config.data.tokenizer, config.model.path, trust_remote_code=trust).save(out)

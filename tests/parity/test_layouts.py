@@ -53,6 +53,13 @@ ROWS = [
     Row(4, ("parallel=hsdp", "memory=full"), tied=True),
     Row(4, ("parallel=fsdp_sp", "parallel.sp_size=2", "memory=full")),
     Row(4, ("parallel=fsdp_sp", "train.micro_batch_size=2"), tied=True),
+    Row(2, ("parallel=fsdp_cp",)),
+    Row(2, ("parallel=fsdp_cp", "train.micro_batch_size=2", "memory=full"), tied=True),
+    Row(2, ("parallel=fsdp_cp", "parallel.cp_method=allgather", "train.micro_batch_size=2")),
+    Row(4, ("parallel=fsdp_cp", "train.micro_batch_size=4")),
+    Row(4, ("parallel=fsdp_cp", "parallel.cp_size=2", "parallel.cp_method=allgather"), tied=True),
+    Row(4, ("parallel=fsdp_usp", "parallel.sp_size=2", "memory=full")),
+    Row(4, ("parallel=fsdp_usp", "parallel.sp_size=2", "parallel.cp_method=allgather"), tied=True),
 ]
 
 

@@ -6,11 +6,16 @@ A query head h reads key/value head h // (H / K).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from lctrain.ops.attention.documents import Documents
+
+
+Attend = Callable[..., torch.Tensor]
+"""attend(q_BSHD, k_BSKD, v_BSKD, documents, *, scale) -> out_BSHD: a kernel, or a layout around one."""
 
 
 class Kernel(Protocol):
