@@ -157,10 +157,10 @@ def _unknown_option(group: str, name: str, config_dir: str | None) -> ConfigErro
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
-    known = _known_keys([o for o in overrides if o.split("=")[0] in (*GROUPS, "recipe")])
     leaf = key.rsplit(".", 1)[-1]
     if leaf in _ELSEWHERE:
         return ConfigError(f"{key} is not a field; {_ELSEWHERE[leaf]}")
+    known = _known_keys([o for o in overrides if o.split("=")[0] in (*GROUPS, "recipe")])
     same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
     hint = f"did you mean {' or '.join(same_leaf)}?" if same_leaf else _nearest(key, known)
     if key.startswith("model.architecture."):

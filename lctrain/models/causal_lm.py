@@ -13,10 +13,11 @@ from torch import nn
 from lctrain.errors import ModelError
 from lctrain.models.attention import ATTENTION, Attend, AttentionRouter, attach_router, register_attention
 from lctrain.models.check import causal_lm_class, check_plain_head
+from lctrain.models.head import head_logits, head_loss
 from lctrain.models.rope import verify_inv_freq
 from lctrain.models.size import measure
 from lctrain.ops.attention.documents import Documents
-from lctrain.ops.cross_entropy import chunk_tokens_for, linear_cross_entropy
+from lctrain.ops.cross_entropy import chunk_tokens_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,14 +58,8 @@ class CausalLM(nn.Module):
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         if labels_BS is None:
-            return head(states_BSC)
-        return linear_cross_entropy(
-            states_BSC.flatten(0, 1),
-            head.weight,
-            labels_BS.flatten(),
-            bias_V=head.bias,
-            chunk_tokens=self.chunk_tokens,
-        )
+            return head_logits(head, states_BSC)
+        return head_loss(head, states_BSC, labels_BS, chunk_tokens=self.chunk_tokens)
 
     def logits(self, input_ids_BS: torch.Tensor, position_ids_BS: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Whole logits [B, S, V]: for tests and comparisons of short sequences."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lctrain.ops.text_batch import IGNORE
 
@@ -29,6 +30,7 @@ def linear_cross_entropy(
     *,
     bias_V: torch.Tensor | None = None,
     chunk_tokens: int,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weight^T + bias)[label]: an fp32 scalar.
 
@@ -36,13 +38,23 @@ def linear_cross_entropy(
     computed in autocast's dtype where it is on, else in hidden's; the softmax, the sum and the
     weight's gradient are fp32. Holds one [chunk_tokens, V] fp32 buffer (and one in the compute dtype
     when that is not fp32), and from forward to backward the gradients of hidden and weight.
+
+    part: weight and bias are these rows of a vocabulary split over ranks. Every rank gets the whole loss
+    and its rows' gradients; hidden's gradient is this rank's share, to be summed over the ranks.
     """
     device_type = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TC.dtype
     differentiable = torch.is_grad_enabled()
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(
-            hidden_TC, weight_VC, bias_V, labels_T, dtype, max(1, min(chunk_tokens, len(labels_T))), differentiable
+            hidden_TC,
+            weight_VC,
+            bias_V,
+            labels_T,
+            dtype,
+            max(1, min(chunk_tokens, len(labels_T))),
+            differentiable,
+            part or _Whole(),
         )
 
 
@@ -57,6 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_tokens: int,
         differentiable: bool,
+        vocabulary: _Whole | VocabularyPart,
     ) -> torch.Tensor:
         hidden, weight = hidden_TC.to(dtype), weight_VC.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -68,12 +81,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels_T), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             exp_tV = buffers.logits(hidden[rows], weight, bias)
-            top_t1 = exp_tV.amax(-1, keepdim=True)
-            label_t1 = exp_tV.gather(1, labels_T1[rows]) - top_t1
-            total_t1 = exp_tV.sub_(top_t1).exp_().sum(-1, keepdim=True)
+            top_t1 = vocabulary.max(exp_tV.amax(-1, keepdim=True))
+            column_t1, here_t1 = vocabulary.columns(labels_T1[rows])
+            label_t1 = exp_tV.gather(1, column_t1) - top_t1
+            own_t1 = exp_tV.sub_(top_t1).exp_().sum(-1, keepdim=True)
+            label_t1, total_t1 = vocabulary.sums(label_t1, own_t1, here_t1)
             losses_T[rows] = (total_t1.log() - label_t1).squeeze(1)
             if grads is not None:
-                exp_tV.scatter_(1, labels_T1[rows], label_t1.exp_() - total_t1)
+                exp_tV.scatter_add_(1, column_t1, -total_t1 if here_t1 is None else -total_t1 * here_t1)
                 grads.add(rows, *buffers.dlogits(exp_tV, total_t1, counted_T[rows, None]))
         ctx.grads = grads
         ctx.dtypes = hidden_TC.dtype, weight_VC.dtype, None if bias_V is None else bias_V.dtype
@@ -89,7 +104,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_loss).to(dtype)
             for grad, dtype in zip(grads.results(), ctx.dtypes, strict=True)
         )
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
+
+
+class _Whole:
+    """A vocabulary that this rank has all of."""
+
+    def max(self, top_t1: torch.Tensor) -> torch.Tensor:
+        """Over the vocabulary."""
+        return top_t1
+
+    def columns(self, labels_t1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where labels lie, and which lie here (None: all)."""
+        return labels_t1, None
+
+    def sums(
+        self, label_t1: torch.Tensor, total_t1: torch.Tensor, here_t1: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The labels' logits and the softmax sums over the vocabulary."""
+        return label_t1, total_t1
+
+
+class VocabularyPart:
+    """Rows [start, start + size) of a vocabulary split over `group` (axis tp)."""
+
+    def __init__(self, group: dist.ProcessGroup, *, start: int, size: int) -> None:
+        self._group, self._start, self._size = group, start, size
+
+    def max(self, top_t1: torch.Tensor) -> torch.Tensor:
+        """Over the vocabulary."""
+        dist.all_reduce(top_t1, op=dist.ReduceOp.MAX, group=self._group)
+        return top_t1
+
+    def columns(self, labels_t1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where labels lie (0 for those of other ranks), and which lie here."""
+        column_t1 = labels_t1 - self._start
+        here_t1 = (column_t1 >= 0) & (column_t1 < self._size)
+        return column_t1.masked_fill(~here_t1, 0), here_t1
+
+    def sums(
+        self, label_t1: torch.Tensor, total_t1: torch.Tensor, here_t1: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The labels' logits and the softmax sums over the vocabulary, by one all-reduce."""
+        assert here_t1 is not None
+        both_2t1 = torch.stack((label_t1.masked_fill(~here_t1, 0.0), total_t1))
+        dist.all_reduce(both_2t1, group=self._group)
+        return both_2t1[0], both_2t1[1]
 
 
 class _Buffers:

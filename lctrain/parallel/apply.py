@@ -1,4 +1,4 @@
-"""The one place where a model meets its layout, in one order: attention, recompute, then FSDP2.
+"""The one place where a model meets its layout, in one order: attention, tensor parallel, recompute, then FSDP2.
 
 DDP wraps later (engines/native.py), because it needs real parameters and FSDP2 needs meta ones.
 """
@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lctrain.config.memory import MemoryConfig, Recompute
-from lctrain.config.parallel import CpMethod, FsdpConfig, FsdpCpConfig, FsdpUspConfig, ParallelConfig
+from lctrain.config.parallel import CpMethod, FsdpConfig, FsdpCpConfig, FsdpTpConfig, FsdpUspConfig, ParallelConfig
 from lctrain.ops.attention.interface import Attend, Kernel, attend_batch
 from lctrain.parallel.recompute import recompute_layers
 from lctrain.parallel.ring import allgather_attend, ring_attend
+from lctrain.parallel.tensor import apply_tensor_parallel
 from lctrain.parallel.ulysses import ulysses_attend
 from lctrain.runtime.mesh import Mesh
 
@@ -41,7 +42,9 @@ def apply_layout(
     mesh: Mesh,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Recompute, then shard `layers` one by one and the rest as the root. `model` may be on meta."""
+    """Tensor parallel, recompute, then shard `layers` one by one and the rest as the root. `model` may be on meta."""
+    if isinstance(parallel, FsdpTpConfig):
+        apply_tensor_parallel(model.model, layers, mesh.tp_mesh)
     if memory.recompute is Recompute.full:
         recompute_layers(layers)
     if not isinstance(parallel, FsdpConfig):
