@@ -14,6 +14,7 @@ from lctrain.errors import EXIT_BUG, EXIT_OK, ConfigError, LctrainError
 VERBS = {
     "train": ("lctrain.verbs.train", "Train (the verb when none is given)."),
     "evaluate": ("lctrain.verbs.evaluate", "Validation loss and perplexity of a run's checkpoint or a model folder."),
+    "verify": ("lctrain.verbs.verify", "Prove a layout: loss, every gradient and document isolation against one rank."),
     "export": ("lctrain.verbs.export", "Write a run's checkpoint as a Hugging Face folder: run_dir=DIR out=OUT."),
 }
 
@@ -103,7 +104,7 @@ def help_text() -> str:
         lines += [f"    {name:<12} {text}" for name, text in options(group).items()]
     lines += [
         "",
-        "other fields: train.*, eval.*, run_dir, device (auto, cuda, npu, cpu), seed",
+        "other fields: train.*, eval.*, verify.*, run_dir, device (auto, cuda, npu, cpu), seed",
         "",
         "flags:",
         "  -m, --multirun    a sweep: comma-separated values make one job each",

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # verb: module with rank_main(session) -> exit code
-_JOBS = {"train": "lctrain.train.train_job", "evaluate": "lctrain.train.evaluate_job"}
+_JOBS = {
+    "train": "lctrain.train.train_job",
+    "evaluate": "lctrain.train.evaluate_job",
+    "verify": "lctrain.train.verify_job",
+}
 
 
 def main() -> None:

@@ -79,6 +79,25 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True)
+class VerifyConfig:
+    """How far the verify verb shrinks the job, and how near is equal.
+
+    layers, max_length: the model keeps its widths and head counts, the data their packing. tolerance: largest
+    relative difference in fp32; half_tolerance: in bf16 or fp16.
+    """
+
+    layers: int = 2
+    max_length: int = 1024
+    tolerance: float = 1e-4
+    half_tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "max_length", "tolerance", "half_tolerance"):
+            value = getattr(self, name)
+            require(value > 0, f"verify.{name}", value, "must be positive", "leave it out for the default")
+
+
+@dataclass(kw_only=True)
 class CheckpointConfig:
     """save_steps: 0 saves at the end and on preemption only.
 
@@ -190,3 +209,4 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)

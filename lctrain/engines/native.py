@@ -7,6 +7,7 @@ model is sharded (parallel/apply.py); DDP's is cancelled here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -81,20 +82,29 @@ class NativeEngine:
         """Add the gradients of `loss`, a share of the global mean."""
         (loss * self.scale.value).backward()
 
+    def grad_norm(self) -> float:
+        """Global norm of the unscaled gradients. A collective over all ranks."""
+        norm = torch.nn.utils.get_total_norm(self._grads())
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / self.scale.value
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter name, its whole unscaled gradient) one after another. A collective over all ranks."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                yield name, grad / self.scale.value
+
     def step(self, lr: float) -> StepResult:
         """Unscale, clip, update and zero. A non-finite norm skips the update on every rank alike."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) / self.scale.value
-        grad_norm = float(norm)
-        finite = norm.isfinite().item()
+        grad_norm = self.grad_norm()
+        finite = math.isfinite(grad_norm)
         if finite:
-            self._scale_grads(grads, self._clip_factor(grad_norm) / self.scale.value)
+            self._scale_grads(self._clip_factor(grad_norm) / self.scale.value)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scale.update(finite=bool(finite))
+        self.scale.update(finite=finite)
         return StepResult(grad_norm, not finite)
 
     def _clip_factor(self, grad_norm: float) -> float:
@@ -102,10 +112,12 @@ class NativeEngine:
             return 1.0
         return self._max_grad_norm / grad_norm
 
-    @staticmethod
-    def _scale_grads(grads: list[torch.Tensor], factor: float) -> None:
+    def _grads(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _scale_grads(self, factor: float) -> None:
         if factor != 1.0:
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in self._grads()]
             torch._foreach_mul_(local, factor)
 
 

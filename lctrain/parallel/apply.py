@@ -21,6 +21,7 @@ from lctrain.parallel.tensor import apply_tensor_parallel
 from lctrain.parallel.ulysses import ulysses_attend
 from lctrain.runtime.mesh import Mesh
 
+
 def attention_for(kernel: Kernel, parallel: ParallelConfig, mesh: Mesh) -> Attend:
     """The attention of a layout: the kernel, in a ring (axis cp), between two all-to-alls (axis sp)."""
     attend: Attend = partial(attend_batch, kernel)

@@ -67,7 +67,9 @@ def _layer_plan(hf: Any) -> dict[str, str]:
     raw = hf.config.base_model_tp_plan or {}
     plan = {re.sub(r"^layers\.\*\.", "", k): v for k, v in raw.items() if k.startswith("layers.*.")}
     if not plan:
-        raise ModelError(f"{name} has no tensor-parallel plan (base_model_tp_plan) in transformers; use parallel=fsdp_sp")
+        raise ModelError(
+            f"{name} has no tensor-parallel plan (base_model_tp_plan) in transformers; use parallel=fsdp_sp"
+        )
     unknown = sorted({v for v in plan.values() if v not in _STYLES})
     if unknown:
         raise ModelError(
@@ -87,8 +89,10 @@ def _around(layer: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
         elif _is_norm(child):
             styles[name] = SequenceParallel(use_local_output=True)
         elif any(True for _ in child.parameters()):
-            raise ModelError(f"{type(layer).__name__}.{name} has parameters but no place in its tensor-parallel plan; "
-                             "use parallel=fsdp_sp or fsdp")
+            raise ModelError(
+                f"{type(layer).__name__}.{name} has parameters but no place in its tensor-parallel plan; "
+                "use parallel=fsdp_sp or fsdp"
+            )
     return styles
 
 

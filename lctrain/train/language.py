@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lctrain.config.model import ModelInit
+from lctrain.config.root import TrainConfig
 from lctrain.data.loader import TextLoader, eval_batches
 from lctrain.data.order import SampleOrder
 from lctrain.data.prepared import PreparedData
@@ -121,12 +122,17 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     return Language(session, mesh, model, hf_config, engine, objective, router)
 
 
+def weights_seed(config: TrainConfig) -> int:
+    """The seed random weights come from."""
+    return derive(config.seed, "weights")
+
+
 def _init(session: Session, mesh: Mesh, model: CausalLM) -> None:
     if session.config.model.init is ModelInit.pretrained:
         assert session.config.model.path is not None
         load_pretrained(model, session.config.model.path)
         return
-    digest = init_random(model, seed=derive(session.config.seed, "weights"))
+    digest = init_random(model, seed=weights_seed(session.config))
     _same_everywhere(digest)
     session.log(f"weights: random from seed {session.config.seed}, equal on every rank ({digest[:12]})")
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from lctrain.engines.native import NativeEngine
 from lctrain.errors import TrainingStopped
 from lctrain.objectives.base import Objective
@@ -16,6 +14,7 @@ from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import derive
 from lctrain.train.callbacks.base import Callback, StepRecord
 from lctrain.train.checkpoint import TrainState
+from lctrain.train.step import forward_backward
 from lctrain.train.stop import StopFlag
 
 
@@ -108,8 +107,10 @@ class Trainer:
         if stopping:
             return None
         # The generator of a step depends on the step alone: nothing to save, nothing to replay.
-        self.mesh.device.seed(derive(self.seed, "step", step, self.mesh.data_rank, self.mesh.cp_rank, self.mesh.sp_rank))
-        loss = self._forward_backward(micro, max(count, 1.0))
+        self.mesh.device.seed(
+            derive(self.seed, "step", step, self.mesh.data_rank, self.mesh.cp_rank, self.mesh.sp_rank)
+        )
+        loss = forward_backward(self.engine, self.objective, self.mesh, micro, max(count, 1.0))
         lr = self.lr_at(step)
         result = self.engine.step(lr)
         self._count(step, loss, units, skipped=result.skipped)
@@ -129,16 +130,6 @@ class Trainer:
             data_wait_s=waited,
             skipped=result.skipped,
         )
-
-    def _forward_backward(self, micro: Sequence[Any], count: float) -> float:
-        """Gradients of the global mean; returns that mean over the whole global batch."""
-        total = torch.zeros((), device=self.mesh.device.torch_device, dtype=torch.float64)
-        for i, batch in enumerate(micro):
-            with self.engine.microstep(last=i == len(micro) - 1):
-                loss_sum = self.objective.loss_sum(self.engine.model, self.objective.shard(batch))
-                self.engine.backward(loss_sum / count)
-            total += loss_sum.detach()
-        return float(self.mesh.sum_losses(total)) / count
 
     def _count(self, step: int, loss: float, units: float, *, skipped: bool) -> None:
         state = self.state

@@ -1,0 +1,28 @@
+"""Gradients of one global batch: the inner part of a step, shared by training and verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lctrain.engines.native import NativeEngine
+from lctrain.objectives.base import Objective
+from lctrain.runtime.mesh import Mesh
+
+
+def forward_backward(
+    engine: NativeEngine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float
+) -> float:
+    """Accumulate the gradients of (sum of losses over the global batch) / count; returns that mean loss.
+
+    micro: this data rank's micro-batches. count: over the whole global batch. A collective over all ranks.
+    """
+    total = torch.zeros((), device=mesh.device.torch_device, dtype=torch.float64)
+    for i, batch in enumerate(micro):
+        with engine.microstep(last=i == len(micro) - 1):
+            loss_sum = objective.loss_sum(engine.model, objective.shard(batch))
+            engine.backward(loss_sum / count)
+        total += loss_sum.detach()
+    return float(mesh.sum_losses(total)) / count

@@ -1,0 +1,48 @@
+"""`python -m lctrain verify ...`: the job's layout, shrunk, against one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lctrain.config.compose import compose_config
+from lctrain.config.model import ModelInit
+from lctrain.config.resolve import architecture, check_required
+from lctrain.config.root import TrainConfig
+from lctrain.errors import EXIT_NO, EXIT_OK
+from lctrain.launch.start import start
+from lctrain.runtime.process import read_ranks
+from lctrain.train.run_dir import default_run_dir
+from lctrain.verbs.train import resolve_for, show
+
+
+def run(command: Any) -> int:
+    """Compare the layout with one rank; exit 0 when equal, 3 when not."""
+    config = shrink(compose_config(command.overrides, config_dir=command.config_dir))
+    if command.show_config:
+        return show(config)
+    ranks = read_ranks()
+    resolved = resolve_for(config, ranks)
+    if ranks.launcher is not None:
+        from lctrain.worker import work
+
+        return work("verify", config, ranks)
+    run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(f"{config.recipe}-verify")
+    code = start("verify", resolved, run_dir)
+    if code in (EXIT_OK, EXIT_NO):
+        print(f"run dir: {run_dir}", flush=True)
+    return code
+
+
+def shrink(config: TrainConfig) -> TrainConfig:
+    """The same widths, heads, vocabulary and packing with few layers, short sequences and random weights."""
+    check_required(config)
+    small = dict(architecture(config))
+    small["num_hidden_layers"] = min(config.verify.layers, small.get("num_hidden_layers", config.verify.layers))
+    if isinstance(small.get("layer_types"), list):
+        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+    length = min(config.verify.max_length, config.data.max_length)
+    data = replace(config.data, max_length=length, tokenizer=config.data.tokenizer or config.model.path)
+    model = replace(config.model, path=None, init=ModelInit.random, architecture=small)
+    return replace(config, model=model, data=data)
