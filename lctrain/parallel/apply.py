@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lctrain.config.memory import MemoryConfig, Recompute
+from lctrain.config.memory import MemoryConfig
 from lctrain.config.parallel import CpMethod, FsdpConfig, FsdpCpConfig, FsdpTpConfig, FsdpUspConfig, ParallelConfig
 from lctrain.ops.attention.interface import Attend, Kernel, attend_batch
-from lctrain.parallel.recompute import recompute_layers
+from lctrain.parallel.recompute import apply_recompute
 from lctrain.parallel.ring import allgather_attend, ring_attend
 from lctrain.parallel.tensor import apply_tensor_parallel
 from lctrain.parallel.ulysses import ulysses_attend
@@ -46,8 +46,7 @@ def apply_layout(
     """Tensor parallel, recompute, then shard `layers` one by one and the rest as the root. `model` may be on meta."""
     if isinstance(parallel, FsdpTpConfig):
         apply_tensor_parallel(model.model, layers, mesh.tp_mesh)
-    if memory.recompute is Recompute.full:
-        recompute_layers(layers)
+    apply_recompute(layers, memory)
     if not isinstance(parallel, FsdpConfig):
         return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

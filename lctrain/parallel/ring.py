@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lctrain.ops.attention.documents import Documents
 from lctrain.ops.attention.interface import Kernel, to_autocast_dtype
+from lctrain.ops.attention.keep import kept
 from lctrain.parallel.zigzag import (
     Rectangle,
     chunk_starts,
@@ -173,22 +174,38 @@ def _add_rows(target: torch.Tensor, values: torch.Tensor, rows: Sequence[slice])
         done += width
 
 
+def _ring_forward(
+    q: torch.Tensor, kv: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = lse = torch.empty(0)
+    for step in range(blocks.size):
+        source = (blocks.rank - step) % blocks.size
+        arriving = _pass_on(kv, group, _KV_TAG) if step < blocks.size - 1 else None
+        if step == 0:
+            out, lse = blocks.forward_own(q, kv)
+        blocks.forward_add(q, kv, blocks.from_source(source), out, lse)
+        if arriving is not None:
+            kv = arriving()
+    return out.to(q.dtype), lse
+
+
+def _gathered_forward(
+    q: torch.Tensor, kv: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arriving = _gather(kv, group)
+    out, lse = blocks.forward_own(q, kv)
+    whole = _in_order(arriving(), blocks)
+    for part in prefix_rectangles(blocks.documents, blocks.rows, blocks.rank, blocks.size):
+        blocks.forward_add(q, whole, part, out, lse)
+    return out.to(q.dtype), lse
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        kv = torch.stack((k, v))
-        out = lse = torch.empty(0)
-        for step in range(blocks.size):
-            source = (blocks.rank - step) % blocks.size
-            arriving = _pass_on(kv, group, _KV_TAG) if step < blocks.size - 1 else None
-            if step == 0:
-                out, lse = blocks.forward_own(q, kv)
-            blocks.forward_add(q, kv, blocks.from_source(source), out, lse)
-            if arriving is not None:
-                kv = arriving()
-        out = out.to(q.dtype)
+        out, lse = kept(lambda: _ring_forward(q, torch.stack((k, v)), blocks, group))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks, ctx.group = blocks, group
         return out
@@ -246,13 +263,7 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        kv = torch.stack((k, v))
-        arriving = _gather(kv, group)
-        out, lse = blocks.forward_own(q, kv)
-        whole = _in_order(arriving(), blocks)
-        for part in prefix_rectangles(blocks.documents, blocks.rows, blocks.rank, blocks.size):
-            blocks.forward_add(q, whole, part, out, lse)
-        out = out.to(q.dtype)
+        out, lse = kept(lambda: _gathered_forward(q, torch.stack((k, v)), blocks, group))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks, ctx.group = blocks, group
         return out

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.keep import kept
 
 
 Attend = Callable[..., torch.Tensor]
@@ -118,7 +119,7 @@ class _Attend(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         with torch.autocast(q_THD.device.type, enabled=False):
-            out_THD, lse_HT = kernel.forward(q_THD, k_TKD, v_TKD, documents, scale=scale)
+            out_THD, lse_HT = kept(lambda: kernel.forward(q_THD, k_TKD, v_TKD, documents, scale=scale))
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
         ctx.kernel, ctx.documents, ctx.scale = kernel, documents, scale
         return out_THD
