@@ -84,6 +84,25 @@ ROPE_FIELDS = {
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al., arXiv:2106.09685) on linear layers of the decoder; `rank: null` is off.
+
+    Only adapters train and are saved; export merges them. target_modules: names of linear layers, empty for
+    all of them in decoder layers.
+    """
+
+    rank: int | None = None
+    alpha: float = 16.0
+    target_modules: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"model.lora.rank={self.rank} must be at least 1; e.g. 16, or null for full fine-tuning")
+        if self.alpha <= 0:
+            raise ConfigError(f"model.lora.alpha={self.alpha} must be positive; adapters are scaled by alpha / rank")
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """A Hugging Face causal LM.
 
@@ -97,4 +116,5 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     attention: AttentionKernel = AttentionKernel.auto
     rope_scaling: RopeConfig = field(default_factory=RopeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     trust_remote_code: bool = False

@@ -8,6 +8,7 @@ model is sharded (parallel/apply.py); DDP's is cancelled here.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,13 +135,16 @@ _sum_bucket.__annotations__.update({"bucket": dist.GradBucket, "return": torch.f
 def _ddp(module: nn.Module, parallel: DdpConfig, mesh: Mesh) -> DistributedDataParallel:
     device_ids = None if mesh.device.type == "cpu" else [mesh.device.index]
     # Ranks build equal weights themselves, so DDP need not broadcast them.
-    model = DistributedDataParallel(
-        module,
-        device_ids=device_ids,
-        bucket_cap_mb=parallel.bucket_mb,
-        gradient_as_bucket_view=True,
-        init_sync=False,
-        broadcast_buffers=False,
-    )
+    with warnings.catch_warnings():
+        # Its successor, forward_sync_buffers, does not exist in the oldest torch this package takes.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+        model = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            bucket_cap_mb=parallel.bucket_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            broadcast_buffers=False,
+        )
     model.register_comm_hook(None, _sum_bucket)
     return model

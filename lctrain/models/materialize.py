@@ -9,6 +9,7 @@ from torch import nn
 
 from lctrain.errors import ModelError
 from lctrain.models.causal_lm import CausalLM
+from lctrain.models.lora import base_name, is_adapter
 from lctrain.models.shards import local_part
 
 
@@ -42,7 +43,7 @@ def init_random(model: CausalLM, *, seed: int) -> str:
     try:
         for path, module in model.model.named_modules():
             own = {k: p for k, p in module._parameters.items() if p is not None}
-            if not own or all(id(p) in seen for p in own.values()):
+            if not own or is_adapter(path) or all(id(p) in seen for p in own.values()):
                 continue
             path = canonical_name(path)
             for name, whole in _initialised(model, module, own, seed=seed, path=path).items():
@@ -78,5 +79,5 @@ def _initialised(
 
 
 def canonical_name(name: str) -> str:
-    """A module or parameter name without what recompute and compile wrappers add to it."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    """A module or parameter name without what adapters, recompute and compile wrappers add to it."""
+    return base_name(f"{name}.")[:-1].replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

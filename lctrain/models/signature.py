@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from lctrain.config.model import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,6 +28,7 @@ _IRRELEVANT = {
 }
 
 
-def signature(config: PreTrainedConfig) -> dict[str, Any]:
-    """The architecture as a JSON mapping."""
-    return {k: v for k, v in sorted(config.to_dict().items()) if k not in _IRRELEVANT}
+def signature(config: PreTrainedConfig, lora: LoraConfig) -> dict[str, Any]:
+    """The architecture and its adapters as a JSON mapping."""
+    same = {k: v for k, v in sorted(config.to_dict().items()) if k not in _IRRELEVANT}
+    return same if lora.rank is None else same | {"lora": asdict(lora)}

@@ -10,6 +10,7 @@ import torch
 
 from lctrain.errors import ModelError
 from lctrain.models.causal_lm import CausalLM
+from lctrain.models.lora import base_name, is_adapter
 from lctrain.models.pretrained_files import StoredTensor, stored_tensors
 from lctrain.models.shards import local_part
 
@@ -43,7 +44,9 @@ def _wanted(model: CausalLM) -> dict[tuple[str, ...], torch.Tensor]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in model.model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
+        if is_adapter(name):
+            continue
+        names.setdefault(id(tensor), []).append(base_name(name))
         tensors[id(tensor)] = tensor
     return {tuple(names[key]): tensor for key, tensor in tensors.items()}
 

@@ -137,9 +137,13 @@ def why_not_whole(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"it has no {STATE_FILE}"
     except ValueError:
+        record = None
+    if not isinstance(record, dict):
         return f"its {STATE_FILE} is damaged"
     if record.get("format") != _FORMAT:
         return f"its format is {record.get('format')}, this version reads {_FORMAT}"
+    if not {"files", *TrainState.__dataclass_fields__} <= record.keys():
+        return f"its {STATE_FILE} is damaged"
     for name, size in record["files"].items():
         path = folder / name
         if not path.is_file():

@@ -11,7 +11,7 @@ from lctrain.models.signature import signature
 from lctrain.train.checkpoint import find, read_state
 from lctrain.train.evaluate import evaluate
 from lctrain.train.language import build_language
-from lctrain.train.run_dir import RunDir, default_run_dir
+from lctrain.train.run_dir import RunDir, default_run_dir, json_ready
 from lctrain.train.session import Session, versions
 from lctrain.train.sharded_state import read as read_tensors
 
@@ -29,7 +29,7 @@ def rank_main(session: Session) -> int:
     if checkpoint:
         state, record = read_state(Path(checkpoint))
         step = state.step
-        _check_model(record["model"], signature(language.hf_config), checkpoint)
+        _check_model(record["model"], signature(language.hf_config, session.config.model.lora), checkpoint)
         read_tensors(Path(checkpoint), language.model)
     session.log(f"evaluating {checkpoint or session.config.model.path or 'random weights'}")
     metrics = evaluate(language.engine, language.objective, language.eval_batches(data), mesh)
@@ -84,7 +84,7 @@ def _write(
     }
     if checkpoint:
         path = run_dir.path / f"evaluate-step-{step}.json"
-        path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(json_ready(summary), indent=1) + "\n", encoding="utf-8")
         return
     run_dir.create(session.config)
     run_dir.write_summary(summary)

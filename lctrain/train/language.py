@@ -10,17 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lctrain.config.model import ModelInit
-from lctrain.config.root import TrainConfig
 from lctrain.data.loader import TextLoader, eval_batches
 from lctrain.data.order import SampleOrder
 from lctrain.data.prepared import PreparedData
 from lctrain.engines.native import NativeEngine
 from lctrain.models.attention import AttentionRouter
+from lctrain.models.build import set_first_weights
 from lctrain.models.causal_lm import CausalLM, causal_flops, decoder_layers
-from lctrain.models.materialize import init_random, materialize_empty
+from lctrain.models.materialize import materialize_empty
 from lctrain.models.rope import verify_inv_freq
-from lctrain.models.weights import load_pretrained
 from lctrain.objectives.causal_lm import CausalLMObjective
 from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.text_batch import TextBatch
@@ -29,7 +27,7 @@ from lctrain.optim.groups import split_groups
 from lctrain.optim.loss_scale import LossScale
 from lctrain.parallel.apply import apply_layout, attention_for
 from lctrain.runtime.mesh import Mesh
-from lctrain.runtime.seed import derive
+from lctrain.runtime.seed import weights_seed
 from lctrain.train.session import Session
 
 
@@ -104,8 +102,9 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     )
     materialize_empty(model, mesh.device.torch_device)
     verify_inv_freq(model, hf_config)
-    if init_weights:
-        _init(session, mesh, model)
+    # A checkpoint of adapters is not the whole model: what it adapts must be there first.
+    if init_weights or config.model.lora.rank is not None:
+        _init(session, model)
     groups = split_groups(model, config.optim.weight_decay)
     for group in groups:
         log(f"optimizer group {group.describe()}")
@@ -122,19 +121,11 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     return Language(session, mesh, model, hf_config, engine, objective, router)
 
 
-def weights_seed(config: TrainConfig) -> int:
-    """The seed random weights come from."""
-    return derive(config.seed, "weights")
-
-
-def _init(session: Session, mesh: Mesh, model: CausalLM) -> None:
-    if session.config.model.init is ModelInit.pretrained:
-        assert session.config.model.path is not None
-        load_pretrained(model, session.config.model.path)
-        return
-    digest = init_random(model, seed=weights_seed(session.config))
-    _same_everywhere(digest)
-    session.log(f"weights: random from seed {session.config.seed}, equal on every rank ({digest[:12]})")
+def _init(session: Session, model: CausalLM) -> None:
+    digest = set_first_weights(model, session.config.model, seed=weights_seed(session.config.seed))
+    if digest is not None:
+        _same_everywhere(digest)
+        session.log(f"weights: random from seed {session.config.seed}, equal on every rank ({digest[:12]})")
 
 
 def _same_everywhere(digest: str) -> None:

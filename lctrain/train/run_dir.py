@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class RunDir:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, aside and renamed."""
-        _replace(self.summary, json.dumps(summary, indent=1) + "\n")
+        _replace(self.summary, json.dumps(json_ready(summary), indent=1) + "\n")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -73,10 +74,17 @@ def read_summary(path: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
+def json_ready(value: Any) -> Any:
+    """`value` with null where a number is not finite, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {k: json_ready(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return 2**62  # a line cut short by a crash is dropped
 
 

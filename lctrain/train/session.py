@@ -18,8 +18,9 @@ from lctrain.config.root import TrainConfig
 from lctrain.data.prepare import open_prepared, prepare
 from lctrain.data.prepared import PreparedData
 from lctrain.data.tokenizer import check_fits, load_tokenizer
-from lctrain.errors import DeviceError, LctrainError, ModelError
-from lctrain.models.causal_lm import CausalLM, build_meta, parameter_count
+from lctrain.errors import DeviceError
+from lctrain.models.build import build_model
+from lctrain.models.causal_lm import CausalLM
 from lctrain.models.check import read_config
 from lctrain.models.pretrained_files import check_pretrained
 from lctrain.ops.attention.select import select_kernel
@@ -33,8 +34,9 @@ from lctrain.train.stop import StopFlag
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Master weight, gradient and two Adam moments in fp32.
+# Master weight, gradient and two Adam moments in fp32; a frozen parameter is its weight alone.
 _STATE_BYTES = 16
+_FROZEN_BYTES = 4
 
 
 @dataclass
@@ -71,19 +73,7 @@ class Session:
 
     def build_meta(self, hf_config: Any) -> CausalLM:
         """The model on meta. Raises ModelError when its own code refuses the configuration."""
-        try:
-            return build_meta(
-                hf_config,
-                loss_chunk_mb=self.config.memory.loss_chunk_mb,
-                trust_remote_code=self.config.model.trust_remote_code,
-            )
-        except (AssertionError, ValueError, TypeError) as error:
-            if isinstance(error, LctrainError):
-                raise
-            where = self.config.model.path or "model.architecture"
-            raise ModelError(
-                f"{where}: a {hf_config.model_type} cannot be built from it ({error}); correct its config"
-            ) from error
+        return build_model(self.config.model, hf_config, loss_chunk_mb=self.config.memory.loss_chunk_mb)
 
     def check(self) -> None:
         """Everything that can be refused without weights, data or other ranks."""
@@ -99,16 +89,18 @@ class Session:
         if self.config.model.init is ModelInit.pretrained:
             assert self.config.model.path is not None
             check_pretrained(self.config.model.path)
-        self._check_memory(parameter_count(self.build_meta(hf_config)))
+        self._check_memory(self.build_meta(hf_config))
 
-    def _check_memory(self, parameters: int) -> None:
-        each = parameters * _STATE_BYTES / self.resolved.sizes.shards
+    def _check_memory(self, model: CausalLM) -> None:
+        parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        each = (trained * _STATE_BYTES + (parameters - trained) * _FROZEN_BYTES) / self.resolved.sizes.shards
         here = self.ranks.local_world_size if self.device.type == "cpu" else 1
         room = self.device.total_memory_bytes()
         if each * here > room:
             raise DeviceError(
                 f"{parameters / 1e9:.2f}B parameters need {each / 2**30:.1f} GiB of weights, gradients and optimizer "
-                f"state a rank under parallel={self.config.parallel.kind} ({_STATE_BYTES} bytes a parameter over "
+                f"state a rank under parallel={self.config.parallel.kind} ({_STATE_BYTES} bytes a trained parameter over "
                 f"{self.resolved.sizes.shards} shards){f', {here} ranks here' if here > 1 else ''}, and "
                 f"{self.device.name} has {room / 2**30:.1f} GiB; shard over more devices (parallel=fsdp or fsdp_sp, "
                 "launch.nproc_per_node, launch.nnodes) or choose a smaller model"

@@ -7,6 +7,7 @@ writes the shards it holds, and reads the shards it needs whatever layout wrote 
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ _MODEL, _OPTIM = "model.", "optim."
 
 
 def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (tied ones once) and persistent buffers of `module` by name; sharded ones as their shards."""
+    """Trained parameters (tied ones once) and persistent buffers of `module` by name; sharded ones as their shards."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # After a forward pass without a backward (an evaluation) the root's parameters are still whole.
             part.reshard()
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    tensors: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     persistent = set(module.state_dict(keep_vars=True))
     tensors |= {n: b for n, b in module.named_buffers() if n in persistent}
     return {_MODEL + name: tensor.detach() for name, tensor in tensors.items()}
@@ -62,8 +63,10 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     _check_shapes(folder, stored, state)
     if optimizer is not None:
         state |= _empty_optimizer_state(stored, module, optimizer)
-    # Exporting reads in one process, without any group.
-    load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        # Exporting reads in one process without any group, which DCP warns about even when told.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _check_shapes(folder: Path, stored: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
@@ -113,17 +116,18 @@ class TensorReader(FileSystemReader):
         try:
             with path.open("rb") as stream:
                 metadata = _IndexUnpickler(stream).load()
-        except (OSError, pickle.UnpicklingError, EOFError) as error:
+            if not isinstance(metadata, Metadata) or metadata.storage_meta is None:
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        except Exception as error:  # damaged bytes make an unpickler fail in any way
             raise CheckpointError(
                 f"{path} cannot be read as a checkpoint index ({error}); use another checkpoint"
             ) from error
-        assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
     _NAMES = {
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
@@ -134,11 +138,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         plain_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        dataclass_of_dcp = (
-            module in self._MODULES
-            and "." not in name
-            and (name.startswith("_StorageInfo") or module.endswith("metadata"))
-        )
-        if plain_dtype or dataclass_of_dcp or (module, name) in self._NAMES:
+        if plain_dtype or (module, name) in (*self._NAMES, (self._FILES, "_StorageInfo")):
             return super().find_class(module, name)
+        found = super().find_class(module, name) if module == self._METADATA and "." not in name else None
+        # Its own classes, and not what it imported.
+        if isinstance(found, type) and found.__module__ == module:
+            return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")

@@ -32,7 +32,7 @@ def rank_main(session: Session) -> int:
     train_data = data["train"]
     assert train_data is not None
     order, limits = _plan(session, train_data)
-    identity = Identity(signature(session.read_model()), order.global_batch_size, config.seed, train_data.fingerprint)
+    identity = Identity(signature(session.read_model(), config.model.lora), order.global_batch_size, config.seed, train_data.fingerprint)
     checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir, identity))
     if session.ranks.is_main:
         run_dir.create(config)

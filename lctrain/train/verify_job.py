@@ -20,13 +20,15 @@ from lctrain.data.loader import batch_of
 from lctrain.data.order import SampleOrder
 from lctrain.data.prepared import PreparedData
 from lctrain.errors import EXIT_NO, EXIT_OK
+from lctrain.models.build import set_first_weights
 from lctrain.models.causal_lm import decoder_layers
-from lctrain.models.materialize import init_random, materialize_empty
+from lctrain.models.materialize import materialize_empty
 from lctrain.ops.attention.interface import attend_batch
 from lctrain.ops.attention.reference import ReferenceKernel
 from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.seed import weights_seed
 from lctrain.train.isolation import isolation_error
-from lctrain.train.language import build_language, weights_seed
+from lctrain.train.language import build_language
 from lctrain.train.run_dir import RunDir, default_run_dir
 from lctrain.train.session import Session, versions
 from lctrain.train.step import forward_backward
@@ -84,7 +86,7 @@ def _reference(session: Session, mesh: Mesh, data: PreparedData, order: SampleOr
     model = session.build_meta(session.read_model())
     model.route_attention(partial(attend_batch, ReferenceKernel()))
     materialize_empty(model, mesh.device.torch_device)
-    init_random(model, seed=weights_seed(session.config))
+    set_first_weights(model, session.config.model, seed=weights_seed(session.config.seed))
     batches = [batch_of(data, order.step_indices(0)[i : i + 1]) for i in range(order.global_batch_size)]
     count = max(1, sum(b.count for b in batches))
     result = Reference()

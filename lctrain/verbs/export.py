@@ -75,19 +75,25 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
 
     from lctrain.config.plain import load
     from lctrain.data.tokenizer import load_tokenizer
-    from lctrain.models.causal_lm import build_meta
+    from lctrain.models.build import build_model, set_first_weights
     from lctrain.models.check import read_config
     from lctrain.models.export import export_folder, hf_name
+    from lctrain.models.lora import merged_tensors
     from lctrain.models.materialize import materialize_empty
+    from lctrain.runtime.seed import weights_seed
     from lctrain.train.sharded_state import read
 
     config = load(run_dir / "config.yaml")
     target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     hf_config = read_config(config.model, max_length=config.data.max_length)
     trust = config.model.trust_remote_code
-    model = build_meta(hf_config, dtype=target, trust_remote_code=trust)
+    # Adapters are merged in fp32 and rounded once.
+    adapted = config.model.lora.rank is not None
+    model = build_model(config.model, hf_config, dtype=torch.float32 if adapted else target)
     materialize_empty(model, torch.device("cpu"))
+    if adapted:
+        set_first_weights(model, config.model, seed=weights_seed(config.seed))
     read(folder, model)
-    tensors = ((hf_name(name), tensor) for name, tensor in model.state_dict().items())
+    tensors = ((hf_name(name), tensor) for name, tensor in merged_tensors(model).items())
     export_folder(hf_config, tensors, out=out, dtype=target, trust_remote_code=trust)
     load_tokenizer(config.data.tokenizer, config.model.path, trust_remote_code=trust).save(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from datetime import datetime
@@ -73,4 +74,5 @@ def _job(raw: Any) -> float:
     code = run_config("train", config, read_ranks())
     if code != EXIT_OK:
         raise JobFailed(f"the job in {config.run_dir} ended with exit code {code}; the sweep stops here", code)
-    return float(read_summary(Path(config.run_dir))["last_loss"])
+    loss = read_summary(Path(config.run_dir))["last_loss"]
+    return math.nan if loss is None else float(loss)

@@ -14,7 +14,6 @@ import torch
 from lctrain.ops.attention.documents import Documents
 from lctrain.ops.attention.keep import kept
 
-
 Attend = Callable[..., torch.Tensor]
 """attend(q_BSHD, k_BSKD, v_BSKD, documents, *, scale) -> out_BSHD: a kernel, or a layout around one."""
 

@@ -54,14 +54,13 @@ class SdpaKernel:
                 q_THD, k_TKD, v_TKD, *bounds, 0.0, causal, False, scale=scale
             )
             return out_THD, lse_HT
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        lse_HT = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
+        outs, lses = [], []
         for run in groups:
             q, k, v = _batched(q_THD, k_TKD, v_TKD, run)
             out_nHLD, lse_nHL = _dense_forward(q, k, v, scale=scale, causal=causal)
-            out_THD[run.q] = _rows(out_nHLD)
-            lse_HT[:, run.q] = lse_nHL.transpose(0, 1).flatten(1)
-        return out_THD, lse_HT
+            outs.append(_rows(out_nHLD))
+            lses.append(lse_nHL.transpose(0, 1).flatten(1))
+        return _joined(outs, dim=0), _joined(lses, dim=1)
 
     def backward(
         self,
@@ -87,18 +86,21 @@ class SdpaKernel:
             return aten._flash_attention_backward(
                 grad_out_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, *bounds, 0.0, causal, state, unused, scale=scale
             )
-        dq_THD, dk_TKD, dv_TKD = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD)
-        )
+        dqs, dks, dvs = [], [], []
         for run in groups:
             q, k, v = _batched(q_THD, k_TKD, v_TKD, run)
             grad_out, out = _heads_first(grad_out_THD[run.q], run.count), _heads_first(out_THD[run.q], run.count)
             lse_nHL = lse_HT[:, run.q].unflatten(1, (run.count, run.q_length)).transpose(0, 1)
             dq, dk, dv = _dense_backward(grad_out, q, k, v, out, lse_nHL, scale=scale, causal=causal)
-            dq_THD[run.q] = _rows(dq)
-            dk_TKD[run.k] = _sum_groups(_rows(dk), k_TKD.shape[1])
-            dv_TKD[run.k] = _sum_groups(_rows(dv), v_TKD.shape[1])
-        return dq_THD, dk_TKD, dv_TKD
+            dqs.append(_rows(dq))
+            dks.append(_sum_groups(_rows(dk), k_TKD.shape[1]))
+            dvs.append(_sum_groups(_rows(dv), v_TKD.shape[1]))
+        return _joined(dqs, dim=0), _joined(dks, dim=0), _joined(dvs, dim=0)
+
+
+def _joined(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
+    """Runs one after the other; a lone run is returned as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _variable_length(q_THD: torch.Tensor) -> bool:

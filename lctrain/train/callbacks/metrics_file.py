@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lctrain.train.callbacks.base import Callback, StepRecord
+from lctrain.train.run_dir import json_ready
 
 
 class MetricsFile(Callback):
@@ -30,6 +31,5 @@ class MetricsFile(Callback):
         self._stream.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        plain = {k: None if isinstance(v, float) and v - v != 0.0 else v for k, v in record.items()}
-        self._stream.write(json.dumps(plain) + "\n")
+        self._stream.write(json.dumps(json_ready(record)) + "\n")
         self._stream.flush()
