@@ -6,8 +6,9 @@ one is an unknown key instead of an option that is silently ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from lctrain.config.checks import MISSING, require
 
@@ -108,3 +109,76 @@ class FsdpTpConfig(FsdpConfig):
 
     kind: str = "fsdp_tp"
     tp_size: int = -1
+
+
+@dataclass(kw_only=True)
+class DeepSpeedConfig:
+    """What DeepSpeed is told beyond the stage.
+
+    extra: keys of its own configuration, as a mapping. config: an existing DeepSpeed JSON, merged; what it
+    says against the job is refused.
+    """
+
+    reduce_scatter: bool = True
+    overlap_comm: bool = False
+    reduce_bucket_size: int = 500_000_000
+    extra: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+
+
+@dataclass(kw_only=True)
+class ZeroConfig(ParallelConfig):
+    """DeepSpeed ZeRO over all ranks."""
+
+    stage = 0
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+
+
+@dataclass(kw_only=True)
+class Zero1Config(ZeroConfig):
+    """Optimizer state sharded."""
+
+    kind: str = "zero1"
+    stage = 1
+
+
+@dataclass(kw_only=True)
+class Zero2Config(ZeroConfig):
+    """Optimizer state and gradients sharded."""
+
+    kind: str = "zero2"
+    stage = 2
+
+
+@dataclass(kw_only=True)
+class Zero3Config(ZeroConfig):
+    """Optimizer state, gradients and parameters sharded."""
+
+    kind: str = "zero3"
+    stage = 3
+
+
+@dataclass(kw_only=True)
+class Zero3SpConfig(Zero3Config):
+    """ZeRO-3 over all ranks, each sequence split over sp_size of them (Ulysses); -1: all ranks."""
+
+    kind: str = "zero3_sp"
+    sp_size: int = -1
+
+
+@dataclass(kw_only=True)
+class Zero3OffloadConfig(Zero3Config):
+    """ZeRO-3 with optimizer state, and parameters if asked for, in host memory."""
+
+    kind: str = "zero3_offload"
+    offload_optimizer: bool = True
+    offload_param: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            self.offload_optimizer or self.offload_param,
+            "parallel.offload_optimizer",
+            False,
+            "with parallel.offload_param=False offloads nothing",
+            "turn one of them on, or choose parallel=zero3",
+        )

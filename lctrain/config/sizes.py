@@ -14,6 +14,8 @@ from lctrain.config.parallel import (
     HsdpConfig,
     ParallelConfig,
     SingleConfig,
+    Zero3SpConfig,
+    ZeroConfig,
 )
 from lctrain.errors import ConfigError
 
@@ -85,6 +87,12 @@ def layout_sizes(parallel: ParallelConfig, ranks: int, *, heads: Heads | None = 
             tp = _part("tp_size", parallel.tp_size, ranks)
             _check_tp(tp, ranks, heads)
             return Sizes(1, ranks // tp, tp=tp)
+        case Zero3SpConfig():
+            sp = _part("sp_size", parallel.sp_size, ranks)
+            _check_sp(sp, ranks, heads)
+            return Sizes(1, ranks // sp, sp=sp)
+        case ZeroConfig():
+            return Sizes(1, ranks)
         case FsdpConfig():
             return Sizes(1, ranks)
     raise AssertionError(type(parallel))

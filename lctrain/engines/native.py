@@ -1,7 +1,6 @@
 """single, DDP, FSDP2 and HSDP with torch's own parts.
 
-The gradient contract: after the last micro-step, gradients are the sum over micro-batches, data
-ranks and sequence shards of d(loss sum) / global count. FSDP2's averaging is turned off where the
+FSDP2's averaging is turned off where the
 model is sharded (parallel/apply.py); DDP's is cancelled here.
 """
 
@@ -11,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lctrain.config.parallel import DdpConfig, ParallelConfig
+from lctrain.engines.base import StepResult
+from lctrain.engines.sharded_state import read, write
 from lctrain.optim.loss_scale import LossScale
 from lctrain.runtime.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """grad_norm: global norm before clipping, of unscaled gradients. skipped: it was not finite."""
-
-    grad_norm: float
-    skipped: bool
 
 
 class NativeEngine:
@@ -107,6 +100,22 @@ class NativeEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.scale.update(finite=finite)
         return StepResult(grad_norm, not finite)
+
+    def scale_state(self) -> dict[str, float]:
+        """The loss scale, for the checkpoint."""
+        return self.scale.state_dict()
+
+    def load_scale_state(self, state: dict[str, float]) -> None:
+        """The loss scale, from the checkpoint."""
+        self.scale.load_state_dict(state)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards; nothing is gathered."""
+        write(folder, self.module, self.optimizer)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Read this rank's shards in place."""
+        read(folder, self.module, self.optimizer if optimizer else None)
 
     def _clip_factor(self, grad_norm: float) -> float:
         if self._max_grad_norm is None or grad_norm <= self._max_grad_norm:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lctrain.models.shards import local_part
 from lctrain.ops.cross_entropy import VocabularyPart, linear_cross_entropy
+from lctrain.ops.shards import local_part
 
 
 def head_loss(head: nn.Module, states: torch.Tensor, labels_BS: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lctrain.config.model import LoraConfig
 from lctrain.errors import ModelError
-from lctrain.models.shards import local_part
+from lctrain.ops.shards import full_shape, writable_part
 from lctrain.runtime.seed import derive
 
 if TYPE_CHECKING:
@@ -58,14 +58,13 @@ def init_lora(model: CausalLM, *, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue
-        local, where = local_part(parameter)
-        if ".lora_B." in name:
-            local.zero_()
-            continue
-        generator = torch.Generator().manual_seed(derive(seed, name))
-        bound = parameter.shape[1] ** -0.5
-        whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-        local.copy_(whole[where])
+        shape = full_shape(parameter)
+        whole = torch.zeros(shape)
+        if ".lora_A." in name:
+            generator = torch.Generator().manual_seed(derive(seed, name))
+            whole.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+        with writable_part(parameter) as (local, where):
+            local.copy_(whole[where])
 
 
 @torch.no_grad()

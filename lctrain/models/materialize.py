@@ -10,7 +10,7 @@ from torch import nn
 from lctrain.errors import ModelError
 from lctrain.models.causal_lm import CausalLM
 from lctrain.models.lora import base_name, is_adapter
-from lctrain.models.shards import local_part
+from lctrain.ops.shards import full_shape, writable_part
 
 
 def materialize_empty(module: nn.Module, device: torch.device) -> None:
@@ -54,8 +54,8 @@ def init_random(model: CausalLM, *, seed: int) -> str:
                     raise ModelError(
                         f"{type(model.model).__name__} does not initialise {path}.{name}; use model.init=pretrained"
                     )
-                local, where = local_part(own[name])
-                local.copy_(whole[where])
+                with writable_part(own[name]) as (local, where):
+                    local.copy_(whole[where])
                 digest.update(f"{path}.{name}{tuple(whole.shape)}".encode())
                 digest.update(whole.numpy())
     finally:
@@ -67,7 +67,7 @@ def _initialised(
     model: CausalLM, module: nn.Module, own: dict[str, nn.Parameter], *, seed: int, path: str
 ) -> dict[str, torch.Tensor]:
     """Whole tensors of one module's own parameters. NaN marks what the model's code did not set."""
-    whole = {name: nn.Parameter(torch.full(p.shape, torch.nan), requires_grad=False) for name, p in own.items()}
+    whole = {name: nn.Parameter(torch.full(full_shape(p), torch.nan), requires_grad=False) for name, p in own.items()}
     stream = int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little") >> 1
     torch.default_generator.manual_seed(stream)
     module._parameters.update(whole)

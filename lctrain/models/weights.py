@@ -12,7 +12,7 @@ from lctrain.errors import ModelError
 from lctrain.models.causal_lm import CausalLM
 from lctrain.models.lora import base_name, is_adapter
 from lctrain.models.pretrained_files import StoredTensor, stored_tensors
-from lctrain.models.shards import local_part
+from lctrain.ops.shards import full_shape, writable_part
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -81,9 +81,9 @@ def _check(
     for names, source in sources.items():
         assert source is not None
         entry, tensor = stored[source], wanted[names]
-        if entry.shape != tuple(tensor.shape):
+        if entry.shape != tuple(full_shape(tensor)):
             raise ModelError(
-                f"{entry.file}: {source} has shape {list(entry.shape)}, the model {list(tensor.shape)}; "
+                f"{entry.file}: {source} has shape {list(entry.shape)}, the model {list(full_shape(tensor))}; "
                 "config.json belongs to another model"
             )
         if tensor.is_floating_point() != (entry.dtype in _FLOATS):
@@ -98,8 +98,8 @@ def _read(file: Path, items: list[tuple[str, torch.Tensor]]) -> None:
     try:
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             for name, tensor in items:
-                local, where = local_part(tensor)
-                local.copy_(_part(tensors, name, where))
+                with writable_part(tensor) as (local, where):
+                    local.copy_(_part(tensors, name, where))
     except SafetensorError as error:
         raise ModelError(f"{file} cannot be read ({error}); copy it again") from error
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lctrain.ops.shards import full_shape
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -19,7 +21,7 @@ class Group:
 
     def describe(self) -> str:
         """One line for the log: how many tensors and numbers, and their decay."""
-        size = sum(p.numel() for _, p in self.named)
+        size = sum(full_shape(p).numel() for _, p in self.named)
         return f"{self.label}: {len(self.named)} tensors, {size:,} parameters, weight decay {self.weight_decay:g}"
 
 
@@ -30,7 +32,7 @@ def split_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     """
     no_decay_ids = {id(p) for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    decay = tuple((n, p) for n, p in named if p.ndim >= 2 and id(p) not in no_decay_ids)
+    decay = tuple((n, p) for n, p in named if len(full_shape(p)) >= 2 and id(p) not in no_decay_ids)
     chosen = {n for n, _ in decay}
     rest = tuple((n, p) for n, p in named if n not in chosen)
     groups = [Group("decayed", weight_decay, decay), Group("norms and biases", 0.0, rest)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lctrain.engines.native import NativeEngine
+from lctrain.engines.base import Engine
 from lctrain.objectives.base import Objective
 from lctrain.runtime.mesh import Mesh
 
 
-def evaluate(engine: NativeEngine, objective: Objective, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
+def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
     """Mean loss and perplexity over `batches`, this data rank's share. A collective over all ranks.
 
     Every data rank must bring equally many batches (empty ones where the data run out).

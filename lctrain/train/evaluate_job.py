@@ -13,7 +13,6 @@ from lctrain.train.evaluate import evaluate
 from lctrain.train.language import build_language
 from lctrain.train.run_dir import RunDir, default_run_dir, json_ready
 from lctrain.train.session import Session, versions
-from lctrain.train.sharded_state import read as read_tensors
 
 
 def rank_main(session: Session) -> int:
@@ -30,7 +29,7 @@ def rank_main(session: Session) -> int:
         state, record = read_state(Path(checkpoint))
         step = state.step
         _check_model(record["model"], signature(language.hf_config, session.config.model.lora), checkpoint)
-        read_tensors(Path(checkpoint), language.model)
+        language.engine.load(Path(checkpoint), optimizer=False)
     session.log(f"evaluating {checkpoint or session.config.model.path or 'random weights'}")
     metrics = evaluate(language.engine, language.objective, language.eval_batches(data), mesh)
     session.log("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

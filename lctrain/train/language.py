@@ -13,7 +13,8 @@ import torch.distributed as dist
 from lctrain.data.loader import TextLoader, eval_batches
 from lctrain.data.order import SampleOrder
 from lctrain.data.prepared import PreparedData
-from lctrain.engines.native import NativeEngine
+from lctrain.engines.base import Engine
+from lctrain.engines.build import build_engine, give_memory
 from lctrain.models.attention import AttentionRouter
 from lctrain.models.build import set_first_weights
 from lctrain.models.causal_lm import CausalLM, causal_flops, decoder_layers
@@ -22,9 +23,6 @@ from lctrain.models.rope import verify_inv_freq
 from lctrain.objectives.causal_lm import CausalLMObjective
 from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.text_batch import TextBatch
-from lctrain.optim.build import build_optimizer
-from lctrain.optim.groups import split_groups
-from lctrain.optim.loss_scale import LossScale
 from lctrain.parallel.apply import apply_layout, attention_for
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import weights_seed
@@ -39,7 +37,7 @@ class Language:
     mesh: Mesh
     model: CausalLM
     hf_config: Any
-    engine: NativeEngine
+    engine: Engine
     objective: CausalLMObjective
     router: AttentionRouter
 
@@ -100,23 +98,12 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
         mesh=mesh,
         compute_dtype=session.compute_dtype,
     )
-    materialize_empty(model, mesh.device.torch_device)
+    give_memory(model, session.resolved, mesh, session.compute_dtype, materialize_empty)
     verify_inv_freq(model, hf_config)
     # A checkpoint of adapters is not the whole model: what it adapts must be there first.
     if init_weights or config.model.lora.rank is not None:
         _init(session, model)
-    groups = split_groups(model, config.optim.weight_decay)
-    for group in groups:
-        log(f"optimizer group {group.describe()}")
-    engine = NativeEngine(
-        model,
-        build_optimizer(config.optim, groups),
-        parallel=config.parallel,
-        mesh=mesh,
-        compute_dtype=session.compute_dtype,
-        scale=LossScale(config.precision),
-        max_grad_norm=config.train.max_grad_norm,
-    )
+    engine = build_engine(model, session.resolved, mesh, compute_dtype=session.compute_dtype, report=log)
     objective = CausalLMObjective(mesh, partial(causal_flops, model))
     return Language(session, mesh, model, hf_config, engine, objective, router)
 

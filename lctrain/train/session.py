@@ -18,6 +18,7 @@ from lctrain.config.root import TrainConfig
 from lctrain.data.prepare import open_prepared, prepare
 from lctrain.data.prepared import PreparedData
 from lctrain.data.tokenizer import check_fits, load_tokenizer
+from lctrain.engines.build import check_engine
 from lctrain.errors import DeviceError
 from lctrain.models.build import build_model
 from lctrain.models.causal_lm import CausalLM
@@ -79,6 +80,7 @@ class Session:
         """Everything that can be refused without weights, data or other ranks."""
         if isinstance(self.config.precision, Bf16Config) and not self.device.supports_bf16():
             raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16; use precision=fp16")
+        check_engine(self.resolved)
         hf_config = self.read_model()
         model = self.config.model
         check_fits(

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from lctrain.engines.native import NativeEngine
+from lctrain.engines.base import Engine
 from lctrain.objectives.base import Objective
 from lctrain.runtime.mesh import Mesh
 
 
-def forward_backward(
-    engine: NativeEngine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float
-) -> float:
+def forward_backward(engine: Engine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float) -> float:
     """Accumulate the gradients of (sum of losses over the global batch) / count; returns that mean loss.
 
     micro: this data rank's micro-batches. count: over the whole global batch. A collective over all ranks.

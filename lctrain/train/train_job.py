@@ -19,8 +19,6 @@ from lctrain.train.evaluate import evaluate
 from lctrain.train.language import Language, build_language
 from lctrain.train.run_dir import RunDir, check_free, default_run_dir
 from lctrain.train.session import Session, versions
-from lctrain.train.sharded_state import read as read_tensors
-from lctrain.train.sharded_state import write as write_tensors
 from lctrain.train.trainer import Limits, Trainer
 
 
@@ -32,7 +30,9 @@ def rank_main(session: Session) -> int:
     train_data = data["train"]
     assert train_data is not None
     order, limits = _plan(session, train_data)
-    identity = Identity(signature(session.read_model(), config.model.lora), order.global_batch_size, config.seed, train_data.fingerprint)
+    identity = Identity(
+        signature(session.read_model(), config.model.lora), order.global_batch_size, config.seed, train_data.fingerprint
+    )
     checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir, identity))
     if session.ranks.is_main:
         run_dir.create(config)
@@ -94,8 +94,8 @@ def _plan(session: Session, data: PreparedData) -> tuple[SampleOrder, Limits]:
 def _continue(session: Session, language: Language, run_dir: RunDir, folder: Path) -> TrainState:
     """Weights, optimizer and state of a checkpoint."""
     state, _ = read_state(folder)
-    read_tensors(folder, language.model, language.engine.optimizer)
-    language.engine.scale.load_state_dict(state.loss_scale)
+    language.engine.load(folder, optimizer=True)
+    language.engine.load_scale_state(state.loss_scale)
     if session.ranks.is_main:
         run_dir.drop_metrics_after(state.step)
     session.log(f"continued from {folder}: step {state.step}")
@@ -122,7 +122,7 @@ def _trainer(
             run_dir.checkpoints,
             current,
             identity,
-            write_tensors=lambda folder: write_tensors(folder, language.model, engine.optimizer),
+            write_tensors=engine.save,
             barrier=mesh.barrier,
             is_main=session.ranks.is_main,
             keep=config.checkpoint.save_total_limit,

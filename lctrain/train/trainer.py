@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lctrain.engines.native import NativeEngine
+from lctrain.engines.base import Engine
 from lctrain.errors import TrainingStopped
 from lctrain.objectives.base import Objective
 from lctrain.runtime.mesh import Mesh
@@ -44,7 +44,7 @@ class Trainer:
     over the steps after it.
     """
 
-    engine: NativeEngine
+    engine: Engine
     objective: Objective
     batches: Batches
     mesh: Mesh
@@ -137,7 +137,7 @@ class Trainer:
         state.units += units
         state.first_loss = loss if state.first_loss is None else state.first_loss
         state.last_loss = loss
-        state.loss_scale = self.engine.scale.state_dict()
+        state.loss_scale = self.engine.scale_state()
         state.skipped = state.skipped + 1 if skipped else 0
         if state.skipped >= self.limits.max_skipped_steps:
             raise TrainingStopped(

@@ -75,13 +75,13 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
 
     from lctrain.config.plain import load
     from lctrain.data.tokenizer import load_tokenizer
+    from lctrain.engines.sharded_state import read
     from lctrain.models.build import build_model, set_first_weights
     from lctrain.models.check import read_config
     from lctrain.models.export import export_folder, hf_name
     from lctrain.models.lora import merged_tensors
     from lctrain.models.materialize import materialize_empty
     from lctrain.runtime.seed import weights_seed
-    from lctrain.train.sharded_state import read
 
     config = load(run_dir / "config.yaml")
     target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

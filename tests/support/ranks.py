@@ -72,7 +72,15 @@ class RankPool:
 
 
 def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     import torch
     import torch.distributed as dist
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lctrain.config.plain import from_plain
+from lctrain.ops.shards import full_shape
 from lctrain.runtime.process import Ranks
 from tests.support.tiny import tiny_data
 
@@ -16,6 +18,17 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """A whole copy of a parameter or gradient, whatever shards it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def whole_parameters(language: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, a whole copy of the master weight) under any engine."""
+    for name, p in language.engine.module.named_parameters():
+        if hasattr(language.engine, "_zero"):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            yield name, safe_get_full_fp32_param(p).detach().clone().view(full_shape(p))
+        else:
+            yield name, full(p)
 
 
 def build(ranks: Ranks, plain: dict[str, Any]) -> tuple[Any, Any]:
@@ -57,7 +70,7 @@ def train_tiny(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict[s
         first_step_done=language.check_attention_ran,
     )
     trainer.fit()
-    parameters = {name: full(p).float().numpy() for name, p in language.model.named_parameters()}
+    parameters = {name: whole.float().numpy() for name, whole in whole_parameters(language)}
     return {"loss": recorder.losses, "grad_norm": recorder.norms, "parameters": parameters}
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lctrain.errors import CheckpointError
 
-_MODEL, _OPTIM = "model.", "optim."
+MODEL, OPTIM = "model.", "optim."
 
 
 def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,15 +30,23 @@ def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
             # After a forward pass without a backward (an evaluation) the root's parameters are still whole.
             part.reshard()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    persistent = set(module.state_dict(keep_vars=True))
-    tensors |= {n: b for n, b in module.named_buffers() if n in persistent}
-    return {_MODEL + name: tensor.detach() for name, tensor in tensors.items()}
+    return {MODEL + name: tensor.detach() for name, tensor in tensors.items()} | buffers(module)
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers of `module` by name."""
+    kept = {
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+    }
+    return {MODEL + name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state by parameter name and state key."""
     return {
-        f"{_OPTIM}{name}.{key}": value
+        f"{OPTIM}{name}.{key}": value
         for name, param in module.named_parameters()
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, torch.Tensor)
@@ -48,7 +56,11 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write this rank's shards of the model and the optimizer. A collective over all ranks."""
     state = model_tensors(module)
-    state |= optimizer_tensors(module, optimizer)
+    write_tensors(folder, state | optimizer_tensors(module, optimizer))
+
+
+def write_tensors(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Write this rank's shards of `state`. A collective over all ranks."""
     save(state, storage_writer=FileSystemWriter(folder, sync_files=True))
 
 
@@ -57,26 +69,37 @@ def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
 
     Raises CheckpointError when tensors are missing or have another shape.
     """
-    reader = TensorReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
     state: dict[str, torch.Tensor] = model_tensors(module)
-    _check_shapes(folder, stored, state)
     if optimizer is not None:
-        state |= _empty_optimizer_state(stored, module, optimizer)
+        state |= _empty_optimizer_state(stored_keys(folder), module, optimizer)
+    read_tensors(folder, state)
+
+
+def stored_keys(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds: name to DCP's metadata. Raises CheckpointError when it cannot be read."""
+    return TensorReader(folder).read_metadata().state_dict_metadata
+
+
+def read_tensors(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Read this rank's shards into the tensors of `state`. A collective over all ranks.
+
+    Raises CheckpointError when tensors are missing or have another shape.
+    """
+    _check_shapes(folder, stored_keys(folder), state)
     with warnings.catch_warnings():
         # Exporting reads in one process without any group, which DCP warns about even when told.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        load(state, storage_reader=TensorReader(folder), no_dist=not dist.is_initialized())
 
 
 def _check_shapes(folder: Path, stored: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
         meta = stored.get(name)
         if not isinstance(meta, TensorStorageMetadata):
-            raise CheckpointError(f"{folder} has no {name.removeprefix(_MODEL)}; it is a checkpoint of another model")
+            raise CheckpointError(f"{folder} has no {name.removeprefix(MODEL)}; it is a checkpoint of another model")
         if meta.size != tensor.shape:
             raise CheckpointError(
-                f"{folder}: {name.removeprefix(_MODEL)} is {list(meta.size)} but the model's is {list(tensor.shape)}; "
+                f"{folder}: {name.removeprefix(MODEL)} is {list(meta.size)} but the model's is {list(tensor.shape)}; "
                 "it is a checkpoint of another model"
             )
 
@@ -93,7 +116,7 @@ def _empty_optimizer_state(
     for name, param in module.named_parameters():
         if id(param) not in owned:
             continue
-        prefix = f"{_OPTIM}{name}."
+        prefix = f"{OPTIM}{name}."
         for full in (n for n in stored if n.startswith(prefix) and "." not in n[len(prefix) :]):
             meta = stored[full]
             same = meta.size == param.shape
