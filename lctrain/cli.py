@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +19,8 @@ VERBS = {
     "verify": ("lctrain.verbs.verify", "Prove a layout: loss, every gradient and document isolation against one rank."),
     "export": ("lctrain.verbs.export", "Write a run's checkpoint as a Hugging Face folder: run_dir=DIR out=OUT."),
 }
+
+_SPEAKING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(words)
         return int(import_module(VERBS[command.verb][0]).run(command))
     except LctrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say_once(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + 2
     except BrokenPipeError:
         return EXIT_BUG
+
+
+def _say_once(error: LctrainError) -> None:
+    """Print `error`, on a node's first process only: under torchrun or accelerate all of them find the same one."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    # The launcher ends every process when one leaves, and this one must not leave before the first has spoken.
+    time.sleep(_SPEAKING_S)
 
 
 def parse(words: Sequence[str]) -> Command:
@@ -86,6 +99,10 @@ def parse(words: Sequence[str]) -> Command:
                 raise ConfigError(f"{key} has no value; write {key}=VALUE")
             case _:
                 overrides.append(word)
+    if multirun and verb != "train":
+        raise ConfigError(f"-m sweeps training runs; {verb} has no sweeps, so start it once for each")
+    if verb == "export" and (show or config_dir):
+        raise ConfigError("export reads the configuration of its run_dir; it has no --print-config and no --config-dir")
     return Command(verb, tuple(overrides), config_dir, multirun, show)
 
 

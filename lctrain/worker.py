@@ -41,6 +41,8 @@ def main() -> None:
 
 def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     """Run this rank's part of a job; returns its exit code. The first rank that fails says why, once."""
+    # Before torch is imported: when a rank dies, every other one would print a C++ stack of its lost connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from lctrain.train.gate import PeerFailed
     from lctrain.train.session import Session
     from lctrain.train.stop import StopFlag
@@ -59,9 +61,18 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         return EXIT_ECHO
     except LctrainError as error:
         return error.exit_code if _say_first(store, f"error: {error}") else EXIT_ECHO
-    except Exception:
+    except Exception as error:
+        if _lost_peer(error):
+            _say_first(store, f"rank {ranks.rank} lost its connection to another rank, which has ended")
+            return EXIT_ECHO
         text = f"rank {ranks.rank} failed:\n{traceback.format_exc()}"
         return EXIT_BUG if _say_first(store, text) else EXIT_ECHO
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether gloo says that another rank's process is gone: the cause is there, and so is the traceback."""
+    text = str(error)
+    return "gloo" in text and any(why in text for why in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
 def _say_first(store: Store | None, text: str) -> bool:

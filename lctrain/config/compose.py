@@ -28,6 +28,10 @@ _ELSEWHERE = {
 }
 
 
+# Mappings that take any key.
+_OPEN = ("model.architecture.", "parallel.deepspeed.extra.")
+
+
 def conf_dir() -> Path:
     """The folder of config groups: `lctrain/conf` in a wheel, `conf/` in a checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -163,8 +167,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     known = _known_keys([o for o in overrides if o.split("=")[0] in (*GROUPS, "recipe")])
     same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
     hint = f"did you mean {' or '.join(same_leaf)}?" if same_leaf else _nearest(key, known)
-    if key.startswith("model.architecture."):
-        hint = f"add a key to the architecture with ++{key}=VALUE"
+    if key.startswith(_OPEN):
+        return ConfigError(f"{key} is not set yet; add a key to that mapping with ++{key}=VALUE")
     section = key.split(".")[0]
     fields = [k for k in known if k.startswith(f"{section}.")]
     tail = f"{section} has: {', '.join(sorted(f.split('.', 1)[1] for f in fields))}" if fields else ""
@@ -189,7 +193,7 @@ def _known_keys(group_choices: list[str]) -> list[str]:
 def _flatten(value: dict[str, Any], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for key, item in value.items():
-        if isinstance(item, dict) and prefix + key != "model.architecture":
+        if isinstance(item, dict) and f"{prefix}{key}." not in _OPEN:
             keys += _flatten(item, f"{prefix}{key}.")
         elif key != "kind":
             keys.append(prefix + key)

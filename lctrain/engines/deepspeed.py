@@ -92,7 +92,7 @@ class DeepSpeedEngine:
         """Gathered one at a time."""
         from deepspeed.utils import safe_get_full_grad
 
-        scale = self._zero.loss_scale
+        scale = self._loss_scale
         for name, parameter in self._trained():
             grad = safe_get_full_grad(parameter)
             if grad is not None:
@@ -100,11 +100,11 @@ class DeepSpeedEngine:
 
     def scale_state(self) -> dict[str, float]:
         """DeepSpeed's loss scale."""
-        return {"value": float(self._zero.loss_scale), "good_steps": 0}
+        return {"value": self._loss_scale, "good_steps": 0}
 
     def load_scale_state(self, state: dict[str, float]) -> None:
         """Continue with the saved loss scale (fp16)."""
-        if self._zero.dynamic_loss_scale:
+        if getattr(self._zero, "dynamic_loss_scale", False):
             self._zero.loss_scaler.cur_scale = float(state["value"])
 
     def save(self, folder: Path) -> None:
@@ -142,6 +142,11 @@ class DeepSpeedEngine:
             for key in _STATES if steps else ():
                 self._set(parameter, key, state[f"{OPTIM}{name}.{key}"])
 
+    @property
+    def _loss_scale(self) -> float:
+        """DeepSpeed's bf16 optimizer (ZeRO-1 with fp32 accumulation) has none."""
+        return float(getattr(self._zero, "loss_scale", 1.0))
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
 
@@ -166,8 +171,9 @@ class DeepSpeedEngine:
 
     def _make_optimizer_state(self, step: torch.Tensor) -> None:
         """State tensors for DeepSpeed's flat partitions, which torch would make in the first step."""
-        groups = getattr(self._zero, "fp32_partitioned_groups_flat", None) or self._zero.single_partition_of_fp32_groups
-        for flat in groups:
+        # ZeRO-3, ZeRO-1 in bf16 with fp32 accumulation, and the rest name them differently.
+        names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        for flat in next(getattr(self._zero, name) for name in names if hasattr(self._zero, name)):
             self._zero.optimizer.state[flat] = {"step": step.clone(), **{k: torch.zeros_like(flat) for k in _STATES}}
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -208,6 +214,8 @@ def import_deepspeed(device_type: str) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
+    # Takes over the process group that exists; without it partitioning would see a world of one.
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lctrain.config.parallel import FsdpConfig
 from lctrain.config.root import TrainConfig
+from lctrain.config.sizes import Sizes
 from lctrain.errors import ConfigError
 
 
@@ -13,7 +14,7 @@ def _on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "false").strip().lower() in ("1", "true", "yes", "y", "on")
 
 
-def check_accelerate(config: TrainConfig, env: Mapping[str, str]) -> None:
+def check_accelerate(config: TrainConfig, sizes: Sizes, env: Mapping[str, str]) -> None:
     """Raise ConfigError, naming both values, when an accelerate config contradicts ours.
 
     `mixed_precision: no` is accelerate's default whether or not anybody wrote it, so it says nothing; any
@@ -26,23 +27,25 @@ def check_accelerate(config: TrainConfig, env: Mapping[str, str]) -> None:
             f"accelerate's mixed_precision={theirs} contradicts precision={precision}; set mixed_precision: 'no' in the "
             f"accelerate config, or precision={theirs if theirs in ('bf16', 'fp16') else 'bf16'} here"
         )
-    if _on(env, "ACCELERATE_USE_DEEPSPEED"):
-        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "?")
+    stage, ours = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"), getattr(config.parallel, "stage", None)
+    # Without a stage it names a DeepSpeed JSON of its own, which this program does not read.
+    if _on(env, "ACCELERATE_USE_DEEPSPEED") and (stage is None or stage != str(ours)):
         raise ConfigError(
-            f"accelerate's DeepSpeed (ZeRO stage {stage}) contradicts parallel={layout}; set use_deepspeed: false "
-            "(distributed_type: MULTI_GPU, MULTI_NPU or MULTI_CPU) in the accelerate config"
+            f"accelerate's DeepSpeed (ZeRO stage {stage or 'of its own file'}) contradicts parallel={layout}; "
+            "set distributed_type: MULTI_GPU or MULTI_NPU in the accelerate config, or zero_stage there and "
+            "parallel=zero1, zero2 or zero3 here"
         )
     if _on(env, "ACCELERATE_USE_FSDP") and not isinstance(config.parallel, FsdpConfig):
         version = env.get("FSDP_VERSION", "1")
         raise ConfigError(
             f"accelerate's FSDP (version {version}) contradicts parallel={layout}; choose parallel=fsdp, hsdp or fsdp_sp, "
-            "or distributed_type: MULTI_GPU, MULTI_NPU or MULTI_CPU in the accelerate config"
+            "or distributed_type: MULTI_GPU or MULTI_NPU in the accelerate config"
         )
     if _on(env, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigError(
             f"accelerate's Megatron-LM contradicts parallel={layout}; turn it off in the accelerate config"
         )
-    for name, size in (("TP", 1), ("CP", 1), ("SP", getattr(config.parallel, "sp_size", 1))):
+    for name, size in (("TP", sizes.tp), ("CP", sizes.cp), ("SP", sizes.sp)):
         value = env.get(f"PARALLELISM_CONFIG_{name}_SIZE")
         if value and int(value) > 1 and int(value) != size:
             raise ConfigError(

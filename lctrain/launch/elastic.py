@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 from lctrain.config.root import LaunchConfig
-from lctrain.errors import EXIT_BUG, EXIT_OK
+from lctrain.errors import EXIT_BUG, EXIT_ECHO, EXIT_OK
+from lctrain.launch.forward import Forwarding
 
 
 def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int) -> int:
@@ -24,6 +26,8 @@ def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int
     assert launch.rdzv_endpoint is not None
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
     os.environ["LCTRAIN_LAUNCHED"] = "elastic"
+    # The agent's own handler for the other two would kill the ranks half a minute later, saved or not.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     config = AgentConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
@@ -39,11 +43,21 @@ def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "lctrain.worker", *arguments)
+        with Forwarding(_send):
+            elastic_launch(config, sys.executable)("-u", "-m", "lctrain.worker", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
-            return failure.exitcode
+            return EXIT_BUG if failure.exitcode == EXIT_ECHO else failure.exitcode
         print(f"error: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr, flush=True)
         return EXIT_BUG
     return EXIT_OK
+
+
+def _send(number: int) -> None:
+    """Send a signal to this node's ranks, which are the agent's child processes."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from lctrain.errors import EXIT_BUG, EXIT_ECHO, EXIT_OK, EXIT_PREEMPTED
+from lctrain.launch.forward import Forwarding
 from lctrain.runtime.process import STORE_FD, listen
 
 _POLL_S = 0.05
@@ -29,7 +29,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         processes = [_start(arguments, rank, ranks, sock.fileno(), sock.getsockname()[1]) for rank in range(ranks)]
     finally:
         sock.close()
-    with _Forwarding(processes):
+    with Forwarding(lambda number: _send(processes, number)):
         return _watch(processes)
 
 
@@ -38,8 +38,6 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, fd: int, port: int) 
     env = {
         "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        # When a rank dies, every other one would print a C++ stack of its lost connection.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -60,34 +58,6 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, fd: int, port: int) 
     )
 
 
-class _Forwarding:
-    """Signals of this process passed on to the ranks."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
-        self._seen = 0
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        self._seen += 1
-        if number == signal.SIGINT and self._seen > 1:
-            _kill(self._processes)
-            os._exit(128 + signal.SIGINT)
-        if number == signal.SIGINT:
-            print("stopping after this step and saving; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-
-
 def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     failed: tuple[int, int] | None = None
     deadline = 0.0
@@ -99,7 +69,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         if all(c is not None for c in codes):
             break
         if failed is not None and time.monotonic() > deadline:
-            _kill(processes)
+            _send(processes, signal.SIGKILL)
         time.sleep(_POLL_S)
     if failed is None:
         code = next((c for c in codes if c), EXIT_OK)
@@ -116,7 +86,7 @@ def _explain(rank: int, code: int) -> int:
     return EXIT_BUG
 
 
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
         if process.poll() is None:
-            process.kill()
+            process.send_signal(number)

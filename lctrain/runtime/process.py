@@ -42,6 +42,13 @@ def read_ranks(env: Mapping[str, str] = os.environ) -> Ranks:
     """
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
     if "RANK" not in env and "WORLD_SIZE" not in env:
+        if accelerate and "MASTER_ADDR" in env:
+            # accelerate's way to say that it was asked for several processes and leaves starting them to mpirun.
+            raise ConfigError(
+                "accelerate's num_processes is more than 1 but it started one process, as it does with "
+                "distributed_type: MULTI_CPU; set distributed_type: MULTI_GPU (with use_cpu: true on CPUs), or start "
+                "with python -m lctrain (or unset MASTER_ADDR if num_processes is 1)"
+            )
         return Ranks(launcher="accelerate" if accelerate else None)
     missing = [k for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if k not in env]
     if missing:

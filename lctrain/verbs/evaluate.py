@@ -49,5 +49,7 @@ def _config(command: Any) -> TrainConfig:
         return compose_config(command.overrides, config_dir=command.config_dir)
     config = saved_config(given, rest)
     config.run_dir = given
-    config.checkpoint.resume = config.checkpoint.resume or "auto"
+    if not any(o.startswith("checkpoint.resume=") for o in rest):
+        # What the run itself continued from is not what it became.
+        config.checkpoint.resume = "auto"
     return config

@@ -40,10 +40,11 @@ def show(config: TrainConfig) -> int:
 
 def resolve_for(config: TrainConfig, ranks: Ranks) -> Resolved:
     """Cross-field checks against whoever started this process. Raises ConfigError."""
-    if ranks.launcher == "accelerate":
-        check_accelerate(config, os.environ)
     external = ranks.launcher is not None
-    return resolve(config, world_size=ranks.world_size if external else None, launcher=ranks.launcher or "lctrain")
+    resolved = resolve(config, world_size=ranks.world_size if external else None, launcher=ranks.launcher or "lctrain")
+    if ranks.launcher == "accelerate":
+        check_accelerate(config, resolved.sizes, os.environ)
+    return resolved
 
 
 def run_config(verb: str, config: TrainConfig, ranks: Ranks) -> int:

@@ -12,29 +12,38 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 _GO, _STOP = "go", "stop"
+_MARK = "\x1f"
+
+
+class Watch(Protocol):
+    """What a side's training loop calls."""
+
+    def begin(self) -> None:
+        """Before the first step."""
+
+    def step_end(self) -> None:
+        """After every step."""
 
 
 def fixed_threads(threads: int) -> dict[str, str]:
     """This process's environment with `threads` for every library, and no network."""
-    count = str(threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **dict.fromkeys(names, count), **offline}
+    return {**os.environ, **dict.fromkeys(names, str(threads)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Side:
-    """One side of a comparison, alive until `stop`."""
+    """One side of a comparison, alive until `stop`. What it prints goes to standard error."""
 
-    def __init__(self, script: str, name: str, *arguments: str, threads: int = 1) -> None:
+    def __init__(self, script: str, name: str, *, threads: int = 1) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, script, "--side", name, *arguments],
+            [sys.executable, script, "--side", name],
             env=fixed_threads(threads),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -42,12 +51,12 @@ class Side:
         )
 
     def block(self) -> list[float]:
-        """Let the side run its next block; seconds of each step."""
+        """Let the side run its next block of steps; the seconds of each."""
         self._say(_GO)
-        return self.answer()
+        return list(self.answer())
 
     def answer(self) -> Any:
-        """The next JSON the side gives; other lines are passed on. Raises RuntimeError when it ended instead."""
+        """The next value the side gives. Raises RuntimeError when it ended instead."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(_MARK):
@@ -58,45 +67,74 @@ class Side:
     def stop(self) -> None:
         """Tell the side to end, and wait."""
         self._say(_STOP)
-        self._process.wait()
+        self._process.communicate()
 
     def _say(self, word: str) -> None:
         assert self._process.stdin is not None
         print(word, file=self._process.stdin, flush=True)
 
 
-_MARK = "\x1f"
-
-
 def give(value: Any) -> None:
-    """What a side hands to the process that started it, also while its own printing goes elsewhere."""
-    print(f"{_MARK}{json.dumps(value)}", flush=True, file=sys.__stdout__)
+    """In a side: hand a value to the process that started it."""
+    print(f"{_MARK}{json.dumps(value)}", flush=True)
 
 
-class Pacer:
-    """In a side: call it at the end of every step. Times steps, and waits for its turn after each block."""
+def end_side() -> NoReturn:
+    """In a side: leave a training loop that has no other way to end in the middle."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Turns:
+    """In a side: the Watch that times steps, and waits to be told before each block of them."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._seconds: list[float] = []
-        self._await()
+        self._since = 0.0
 
-    def __call__(self) -> None:
+    def begin(self) -> None:
+        """Wait for the first block."""
+        if sys.stdin.readline().strip() != _GO:
+            end_side()
+        self._since = time.perf_counter()
+
+    def step_end(self) -> None:
+        """Take the time; at the end of a block give the times and wait."""
         now = time.perf_counter()
         self._seconds.append(now - self._since)
+        self._since = now
         if len(self._seconds) == self._steps:
             give(self._seconds)
             self._seconds = []
-            self._await()
-        else:
-            self._since = now
+            self.begin()
 
-    def _await(self) -> None:
-        if sys.stdin.readline().strip() != _GO:
-            sys.stdout.flush()
-            # The loops around us have no other way to end in the middle.
-            os._exit(0)
-        self._since = time.perf_counter()
+
+class Peak:
+    """In a side: the Watch that gives the bytes resident at most during `steps` steps, beyond those before them."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self._before = 0
+
+    def begin(self) -> None:
+        """Let the peak begin again at what is resident now (proc(5), clear_refs)."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _status("VmRSS")
+
+    def step_end(self) -> None:
+        """After the last step, give the peak and end."""
+        self._left -= 1
+        if not self._left:
+            give(_status("VmHWM") - self._before)
+            end_side()
+
+
+def _status(field: str) -> int:
+    """Bytes of a field of /proc/self/status (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def take_turns(sides: Sequence[Side], rounds: int) -> dict[str, list[list[float]]]:
@@ -105,7 +143,7 @@ def take_turns(sides: Sequence[Side], rounds: int) -> dict[str, list[list[float]
         side.block()
     blocks: dict[str, list[list[float]]] = {side.name: [] for side in sides}
     for number in range(rounds):
-        # Every other round runs backwards, so that no side is always the one after a pause.
+        # Every other round runs backwards, so that no side always follows the same other.
         for side in sides if number % 2 == 0 else reversed(sides):
             blocks[side.name].append(side.block())
     for side in sides:
@@ -115,39 +153,24 @@ def take_turns(sides: Sequence[Side], rounds: int) -> dict[str, list[list[float]
 
 def typical(blocks: Sequence[Sequence[float]]) -> float:
     """Median over all steps."""
-    return median(seconds for block in blocks for seconds in block)
+    return median(value for block in blocks for value in block)
 
 
 def paired_ratio(ours: Sequence[Sequence[float]], peer: Sequence[Sequence[float]]) -> float:
-    """Median over rounds of (our median step / the peer's in the same round): drifting load cancels."""
+    """Median over rounds of (our median / the peer's median in the same round): drifting load cancels."""
     return median(median(a) / median(b) for a, b in zip(ours, peer, strict=True))
 
 
-def resident_bytes() -> int:
-    """Resident set of this process now (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def wall_seconds(run: Callable[[], object]) -> float:
+    """How long a call takes."""
+    since = time.perf_counter()
+    run()
+    return time.perf_counter() - since
 
 
-def peak_resident_bytes() -> int:
-    """Largest resident set since the process began, or since `forget_peak` (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
-
-
-def forget_peak() -> None:
-    """Let the peak begin again at what is resident now (proc(5), clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def finish(
-    name: str, *, ours: float, peer: float, ratio: float, target: float, ok: bool, **more: Any
-) -> None:
-    """Print the result as the last line, and exit 0 when it is met, else 1."""
-    line = {"name": name, "ours": ours, "peer": peer, "ratio": ratio, "target": target, "ok": ok, **more}
-    print(json.dumps(_rounded(line)), flush=True)
-    sys.exit(0 if ok else 1)
-
-
-def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
+def finish(result: Mapping[str, Any]) -> NoReturn:
+    """Print name, ours, peer, ratio, target, ok and whatever else as the last line; exit 0 when ok, else 1."""
+    missing = {"name", "ours", "peer", "ratio", "target", "ok"} - set(result)
+    assert not missing, missing
+    print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+    sys.exit(0 if result["ok"] else 1)
