@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lctrain.config.plain import load
 from lctrain.config.root import TrainConfig
-from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError
+from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError, TrainingStopped
 from lctrain.runtime.process import Ranks, connect, read_ranks, stop_groups
 
 if TYPE_CHECKING:

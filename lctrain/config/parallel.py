@@ -46,10 +46,15 @@ class DdpConfig(ParallelConfig):
 
 @dataclass(kw_only=True)
 class FsdpConfig(ParallelConfig):
-    """FSDP2: parameters, gradients and optimizer state sharded over all ranks."""
+    """FSDP2: parameters, gradients and optimizer state sharded over all ranks.
+
+    reshard_after_forward: gather layers again for the backward instead of keeping them. offload_params: keep the
+    shards of parameters, gradients and optimizer state in host memory, where the update then runs.
+    """
 
     kind: str = "fsdp"
     reshard_after_forward: bool = True
+    offload_params: bool = False
 
 
 @dataclass(kw_only=True)

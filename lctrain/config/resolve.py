@@ -9,7 +9,7 @@ from typing import Any
 
 from lctrain.config.data import HubConfig
 from lctrain.config.model import ModelInit
-from lctrain.config.parallel import SingleConfig
+from lctrain.config.parallel import FsdpTpConfig, SingleConfig
 from lctrain.config.root import TrainConfig
 from lctrain.config.sizes import Heads, Sizes, layout_sizes
 from lctrain.errors import ConfigError
@@ -36,6 +36,7 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
     Raises ConfigError.
     """
     check_required(config)
+    _check_memory_options(config)
     ranks = wanted_ranks(config) if world_size is None else world_size
     _check_launcher_ranks(config, world_size, launcher)
     sizes = layout_sizes(config.parallel, ranks, heads=_heads(config))
@@ -69,6 +70,20 @@ def check_required(config: TrainConfig) -> None:
         )
     if missing:
         raise ConfigError("; ".join(missing) if len(missing) == 1 else "\n  - ".join(["several fields:", *missing]))
+
+
+def _check_memory_options(config: TrainConfig) -> None:
+    if isinstance(config.parallel, FsdpTpConfig):
+        if config.memory.tiled_mlp is not None:
+            raise ConfigError(
+                f"memory.tiled_mlp={config.memory.tiled_mlp} does not work with parallel=fsdp_tp, which already splits "
+                "every MLP; set memory.tiled_mlp=null or choose parallel=fsdp or fsdp_sp"
+            )
+        if config.model.lora.rank is not None:
+            raise ConfigError(
+                f"model.lora.rank={config.model.lora.rank} does not work with parallel=fsdp_tp; choose parallel=fsdp, "
+                "fsdp_sp or fsdp_cp, or model.lora.rank=null"
+            )
 
 
 def wanted_ranks(config: TrainConfig) -> int:

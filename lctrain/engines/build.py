@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lctrain.config.deepspeed import deepspeed_json
-from lctrain.config.parallel import Zero3Config, ZeroConfig
+from lctrain.config.parallel import FsdpConfig, Zero3Config, ZeroConfig
 from lctrain.config.resolve import Resolved
 from lctrain.engines.base import Engine
 from lctrain.engines.native import NativeEngine
@@ -37,6 +37,12 @@ def give_memory(
 ) -> None:
     """Storage for a meta module: by `empty`, or split from the start under ZeRO-3 (in the compute dtype)."""
     parallel = resolved.config.parallel
+    if isinstance(parallel, FsdpConfig) and parallel.offload_params:
+        empty(module, torch.device("cpu"))
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else buffer.to(mesh.device.torch_device)
+        return
     if isinstance(parallel, Zero3Config):
         from lctrain.engines.deepspeed import partition
 

@@ -24,8 +24,8 @@ def check_accelerate(config: TrainConfig, sizes: Sizes, env: Mapping[str, str]) 
     theirs = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if theirs not in ("no", "", precision):
         raise ConfigError(
-            f"accelerate's mixed_precision={theirs} contradicts precision={precision}; set mixed_precision: 'no' in the "
-            f"accelerate config, or precision={theirs if theirs in ('bf16', 'fp16') else 'bf16'} here"
+            f"accelerate's mixed_precision={theirs} contradicts precision={precision}; set mixed_precision: 'no' in "
+            f"the accelerate config, or precision={theirs if theirs in ('bf16', 'fp16') else 'bf16'} here"
         )
     stage, ours = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"), getattr(config.parallel, "stage", None)
     # Without a stage it names a DeepSpeed JSON of its own, which this program does not read.
@@ -38,8 +38,8 @@ def check_accelerate(config: TrainConfig, sizes: Sizes, env: Mapping[str, str]) 
     if _on(env, "ACCELERATE_USE_FSDP") and not isinstance(config.parallel, FsdpConfig):
         version = env.get("FSDP_VERSION", "1")
         raise ConfigError(
-            f"accelerate's FSDP (version {version}) contradicts parallel={layout}; choose parallel=fsdp, hsdp or fsdp_sp, "
-            "or distributed_type: MULTI_GPU or MULTI_NPU in the accelerate config"
+            f"accelerate's FSDP (version {version}) contradicts parallel={layout}; choose parallel=fsdp, hsdp or "
+            "fsdp_sp, or distributed_type: MULTI_GPU or MULTI_NPU in the accelerate config"
         )
     if _on(env, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigError(

@@ -26,8 +26,6 @@ def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int
     assert launch.rdzv_endpoint is not None
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
     os.environ["LCTRAIN_LAUNCHED"] = "elastic"
-    # The agent's own handler for the other two would kill the ranks half a minute later, saved or not.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     config = AgentConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
@@ -41,6 +39,8 @@ def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int
         start_method="spawn",
         local_addr=None,
         logs_specs=DefaultLogsSpecs(),
+        # Its own handler for SIGTERM and SIGINT would kill the ranks half a minute later, saved or not.
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
     try:
         with Forwarding(_send):

@@ -31,7 +31,8 @@ def add_lora(model: CausalLM, layers: list[nn.Module], config: LoraConfig) -> No
     unknown = sorted(set(targets) - linear)
     if unknown:
         raise ModelError(
-            f"model.lora.target_modules={unknown[0]} matches no linear layer; this model has {', '.join(sorted(linear))}"
+            f"model.lora.target_modules={unknown[0]} matches no linear layer; this model has "
+            f"{', '.join(sorted(linear))}"
         )
     # A pattern, so that an output layer of the same name outside the decoder's layers is left alone.
     inside = rf".*\.\d+\.(.*\.)?({'|'.join(targets)})"

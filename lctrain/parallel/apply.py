@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lctrain.config.memory import MemoryConfig
 from lctrain.config.parallel import CpMethod, FsdpConfig, FsdpCpConfig, FsdpTpConfig, FsdpUspConfig, ParallelConfig
@@ -50,7 +50,8 @@ def apply_layout(
     if not isinstance(parallel, FsdpConfig):
         return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    shard = partial(fully_shard, mesh=mesh.shard_mesh, mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if parallel.offload_params else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh.shard_mesh, mp_policy=policy, offload_policy=offload)
     for layer in layers:
         shard(layer, reshard_after_forward=parallel.reshard_after_forward)
     # The root's own parameters (embedding, last norm, head) are needed first and last in every pass.

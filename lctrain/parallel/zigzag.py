@@ -50,7 +50,7 @@ def local_documents(documents: Documents, rows: int, rank: int, size: int) -> Do
 
 @lru_cache(maxsize=1024)
 def ring_rectangles(documents: Documents, rows: int, rank: int, source: int, size: int) -> tuple[Rectangle, ...]:
-    """What queries of `rank` see of the keys of `source` beyond their own chunk's causal triangle; one a row at most."""
+    """What queries of `rank` see of the keys of `source` beyond causal triangles; one rectangle a row at most."""
     length = documents.total // rows
     chunk = length // (2 * size)
     found = []
@@ -69,7 +69,7 @@ def _rectangle(
     chunk = length // (2 * size)
     early, late = chunk_starts(length, rank, size)
     source_early, source_late = chunk_starts(length, source, size)
-    # From an earlier rank only its early chunk is visible, to both of ours; otherwise only our late chunk sees anything.
+    # Of an earlier rank only its early chunk is visible, to both of ours; else only our late chunk sees anything.
     first_query = early if source < rank else late
     start, end = _document_at(documents, row_start, first_query)
     if source < rank:

@@ -87,9 +87,7 @@ class Accelerator:
         """Memory of the device; on cpu what the machine has available now."""
         if self.type != "cpu":
             return int(self._module().get_device_properties(self.index).total_memory)
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+        return host_memory_bytes()
 
     def supports_bf16(self) -> bool:
         """Whether bf16 arithmetic exists on the device."""
@@ -107,6 +105,13 @@ class Accelerator:
         import torch
 
         return torch.get_device_module(self.type)
+
+
+def host_memory_bytes() -> int:
+    """Host memory available now."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def count(device_type: str) -> int | None:

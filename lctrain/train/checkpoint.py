@@ -60,8 +60,8 @@ class Identity:
         for name, key in (("train.global_batch_size", "global_batch_size"), ("seed", "seed")):
             if saved[key] != getattr(self, key):
                 raise CheckpointError(
-                    f"{name}={getattr(self, key)} but {folder} was trained with {saved[key]}, and the order of the data "
-                    f"depends on it; set {name}={saved[key]}, or export the checkpoint and start a new run from it"
+                    f"{name}={getattr(self, key)} but {folder} was trained with {saved[key]}, and the order of the "
+                    f"data depends on it; set {name}={saved[key]}, or export the checkpoint and start a new run from it"
                 )
         if saved["data"] != self.data:
             report(f"the data differ from those {folder} was trained on; sequences may repeat or be left out")

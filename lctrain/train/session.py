@@ -21,23 +21,20 @@ from lctrain.data.tokenizer import check_fits, load_tokenizer
 from lctrain.engines.build import check_engine
 from lctrain.errors import DeviceError
 from lctrain.models.build import build_model
-from lctrain.models.causal_lm import CausalLM
+from lctrain.models.causal_lm import CausalLM, decoder_layers
 from lctrain.models.check import read_config
 from lctrain.models.pretrained_files import check_pretrained
 from lctrain.ops.attention.select import select_kernel
-from lctrain.runtime.device import Accelerator, choose
+from lctrain.runtime.device import Accelerator, choose, host_memory_bytes
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.process import Ranks, start_groups
 from lctrain.train.gate import first_on_node, share
 from lctrain.train.log import Log
+from lctrain.train.memory_check import ModelCounts, check_memory
 from lctrain.train.stop import StopFlag
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-# Master weight, gradient and two Adam moments in fp32; a frozen parameter is its weight alone.
-_STATE_BYTES = 16
-_FROZEN_BYTES = 4
 
 
 @dataclass
@@ -94,19 +91,22 @@ class Session:
         self._check_memory(self.build_meta(hf_config))
 
     def _check_memory(self, model: CausalLM) -> None:
-        parameters = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        each = (trained * _STATE_BYTES + (parameters - trained) * _FROZEN_BYTES) / self.resolved.sizes.shards
-        here = self.ranks.local_world_size if self.device.type == "cpu" else 1
-        room = self.device.total_memory_bytes()
-        if each * here > room:
-            raise DeviceError(
-                f"{parameters / 1e9:.2f}B parameters need {each / 2**30:.1f} GiB of weights, gradients and optimizer "
-                f"state a rank under parallel={self.config.parallel.kind} ({_STATE_BYTES} bytes a trained parameter over "
-                f"{self.resolved.sizes.shards} shards){f', {here} ranks here' if here > 1 else ''}, and "
-                f"{self.device.name} has {room / 2**30:.1f} GiB; shard over more devices (parallel=fsdp or fsdp_sp, "
-                "launch.nproc_per_node, launch.nnodes) or choose a smaller model"
-            )
+        counts = ModelCounts(
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            layers=len(decoder_layers(model)),
+            width=model.model.get_input_embeddings().weight.shape[1],
+        )
+        check_memory(
+            self.resolved,
+            counts,
+            compute_bytes=self.compute_dtype.itemsize,
+            device_name=self.device.name,
+            device_room=self.device.total_memory_bytes(),
+            host_room=host_memory_bytes(),
+            on_cpu=self.device.type == "cpu",
+            ranks_here=self.ranks.local_world_size,
+        )
 
     def prepare(self, splits: tuple[str, ...]) -> dict[str, PreparedData | None]:
         """Check, then tokenise on the node's first rank while the others wait; then open on every rank.
@@ -162,10 +162,10 @@ class Session:
     def describe(self) -> None:
         """Say what runs where."""
         sizes, train = self.resolved.sizes, self.config.train
+        axes = ", ".join(f"{axis} {size}" for axis, size in vars(sizes).items() if size > 1) or "one rank"
         self.log(
-            f"{self.config.recipe or 'run'}: parallel={self.config.parallel.kind} on {sizes.world} x {self.device.name} "
-            f"(dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, sp {sizes.sp}), "
-            f"precision {self.config.precision.kind}, started by {self.ranks.launcher or 'hand'}"
+            f"{self.config.recipe or 'run'}: parallel={self.config.parallel.kind} ({axes}) on {sizes.world} x "
+            f"{self.device.name}, precision {self.config.precision.kind}, started by {self.ranks.launcher or 'hand'}"
         )
         self.log(
             f"batch: {train.global_batch_size} sequences of {self.config.data.max_length:,} tokens a step = "

@@ -141,9 +141,9 @@ class Trainer:
         state.skipped = state.skipped + 1 if skipped else 0
         if state.skipped >= self.limits.max_skipped_steps:
             raise TrainingStopped(
-                f"{state.skipped} steps in a row up to step {state.step} had gradients that are not finite (loss {loss}); "
-                "none of them changed the weights. Lower optim.lr, lengthen the warm-up or check the data of these "
-                "steps, and continue from the last checkpoint with checkpoint.resume=auto"
+                f"{state.skipped} steps in a row up to step {state.step} had gradients that are not finite "
+                f"(loss {loss}); none of them changed the weights. Lower optim.lr, lengthen the warm-up or check the "
+                "data of these steps, and continue from the last checkpoint with checkpoint.resume=auto"
             )
 
     def _mfu(self, flops: float, seconds: float) -> float | None:

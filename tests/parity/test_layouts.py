@@ -61,6 +61,8 @@ ROWS = [
     Row(2, ("parallel=zero3", "parallel.deepspeed.reduce_scatter=false", "memory=full"), tied=True),
     Row(2, ("parallel=zero3_sp", "memory=full")),
     Row(2, ("parallel=zero3_offload",), tied=True),
+    Row(2, ("parallel=fsdp", "parallel.offload_params=true", "memory=full")),
+    Row(2, ("parallel=fsdp_sp", "parallel.offload_params=true"), tied=True),
     Row(1, ("parallel=single", "memory=selective")),
     Row(1, ("parallel=single", "memory=offload", "memory.tiled_mlp=3"), tied=True),
     Row(2, ("parallel=fsdp", "memory=offload", "memory.tiled_mlp=2")),
