@@ -61,6 +61,8 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         return EXIT_ECHO
     except LctrainError as error:
         return error.exit_code if _say_first(store, f"error: {error}") else EXIT_ECHO
+    except TrainingStopped as error:
+        return EXIT_BUG if _say_first(store, f"error: {error}") else EXIT_ECHO
     except Exception as error:
         if _lost_peer(error):
             _say_first(store, f"rank {ranks.rank} lost its connection to another rank, which has ended")

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lctrain.config.plain import from_plain, to_plain
 from lctrain.config.registry import GROUPS, register
@@ -103,7 +103,7 @@ def overlay(saved: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     groups = [f"{g}={k}" for g, k in base.items() if not any(o.startswith(f"{g}=") for o in overrides)]
     name = saved.recipe if saved.recipe in options("recipe") else sorted(options("recipe"))[0]
     fresh = OmegaConf.to_container(compose_raw([f"recipe={name}", *groups, *overrides]), resolve=True, enum_to_str=True)
-    assert isinstance(fresh, dict)
+    fresh = cast(dict[str, Any], fresh)
     for parsed in OverridesParser.create().parse_overrides(list(overrides)):
         key = parsed.key_or_group
         if key in GROUPS:

@@ -25,12 +25,15 @@ class Engine(Protocol):
 
     The gradient contract: after the last micro-step, gradients are the sum over micro-batches, data ranks
     and sequence shards of d(loss sum) / global count. Each engine cancels its own averaging.
-
-    module: the bare model, for evaluation. model: what the training forward goes through.
     """
 
-    module: nn.Module
-    model: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """The bare model, for evaluation."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What the training forward goes through."""
 
     def microstep(self, *, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward; gradients cross ranks when `last` at the latest."""

@@ -178,7 +178,7 @@ class DeepSpeedEngine:
         if self._stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def _set(self, parameter: nn.Parameter, key: str | None, rows: DTensor) -> None:
+    def _set(self, parameter: nn.Parameter, key: str | None, rows: torch.Tensor) -> None:
         """Put a whole tensor where DeepSpeed keeps this rank's piece of it; key None is the parameter itself."""
         import deepspeed
         from deepspeed.utils import (
@@ -188,10 +188,11 @@ class DeepSpeedEngine:
             safe_set_local_optimizer_state,
         )
 
+        assert isinstance(rows, DTensor)
         whole = rows.full_tensor().to(self._device.torch_device)
         if self._stage == 3:
             # The "full" setters read past the end of a tensor whose size the ranks do not divide.
-            size = parameter.ds_tensor.ds_numel
+            size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
             padded = nn.functional.pad(whole.flatten(), (0, size * self._world - whole.numel()))
             piece = padded[size * dist.get_rank() : size * (dist.get_rank() + 1)]
             if key is None:

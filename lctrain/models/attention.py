@@ -64,7 +64,7 @@ def attach_router(model: nn.Module, layers: list[nn.Module], router: AttentionRo
                 "recurrent and linear-attention layers are not supported"
             )
         for module in found:
-            module.lctrain_router = router
+            vars(module)["lctrain_router"] = router
 
 
 def _attention(

@@ -89,7 +89,7 @@ def causal_lm_class(config: PreTrainedConfig, *, trust_remote_code: bool = False
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # type: ignore[return-value]
     remote = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if remote is not None and trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module

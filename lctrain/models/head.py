@@ -13,32 +13,36 @@ from lctrain.ops.cross_entropy import VocabularyPart, linear_cross_entropy
 from lctrain.ops.shards import local_part
 
 
-def head_loss(head: nn.Module, states: torch.Tensor, labels_BS: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
+def head_loss(head: nn.Linear, states: torch.Tensor, labels_BS: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
     """Sum of the labels' cross entropies. states: [B, S, C], or [B, s, C] in front of a split head."""
-    weight, bias, part = head.weight, head.bias, None
+    weight: torch.Tensor = head.weight
+    bias: torch.Tensor | None = head.bias
+    part = None
     if isinstance(weight, DTensor):
         states = _gather_columns(states, weight)
         local, (rows, _) = local_part(weight)
         part = VocabularyPart(weight.device_mesh.get_group(), start=rows.start, size=local.shape[0])
-        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        weight, bias = weight.to_local(), _local(bias)
     return linear_cross_entropy(
         states.flatten(0, 1), weight, labels_BS.flatten(), bias_V=bias, chunk_tokens=chunk_tokens, part=part
     )
 
 
-def head_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+def head_logits(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     """Whole logits [B, S, V] on every rank."""
-    weight = head.weight
+    weight: torch.Tensor = head.weight
     if not isinstance(weight, DTensor):
         return head(states)
     states_BSC = _gather_columns(states, weight)
-    bias = None if head.bias is None else head.bias.to_local()
-    logits_BSv = nn.functional.linear(states_BSC, weight.to_local(), bias)
-    logits = DTensor.from_local(
-        logits_BSv, weight.device_mesh, [Shard(2)], shape=(*logits_BSv.shape[:2], weight.shape[0]),
-        stride=(logits_BSv.shape[1] * weight.shape[0], weight.shape[0], 1),
-    )  # fmt: skip
+    logits_BSv = nn.functional.linear(states_BSC, weight.to_local(), _local(head.bias))
+    shape = torch.Size((*logits_BSv.shape[:2], weight.shape[0]))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    logits = DTensor.from_local(logits_BSv, weight.device_mesh, [Shard(2)], shape=shape, stride=stride)
     return logits.full_tensor()
+
+
+def _local(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return bias.to_local() if isinstance(bias, DTensor) else bias
 
 
 def _gather_columns(states_BsC: torch.Tensor, weight: DTensor) -> torch.Tensor:

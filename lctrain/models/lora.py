@@ -36,7 +36,13 @@ def add_lora(model: CausalLM, layers: list[nn.Module], config: LoraConfig) -> No
         )
     # A pattern, so that an output layer of the same name outside the decoder's layers is left alone.
     inside = rf".*\.\d+\.(.*\.)?({'|'.join(targets)})"
-    adapters = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=inside, lora_dropout=0.0)
+    assert config.rank is not None
+    adapters = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        target_modules=inside,
+        lora_dropout=0.0,
+    )
     peft.inject_adapter_in_model(adapters, model.model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
 
 

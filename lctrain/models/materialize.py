@@ -57,7 +57,7 @@ def init_random(model: CausalLM, *, seed: int) -> str:
                 with writable_part(own[name]) as (local, where):
                     local.copy_(whole[where])
                 digest.update(f"{path}.{name}{tuple(whole.shape)}".encode())
-                digest.update(whole.numpy())
+                digest.update(whole.numpy().data)
     finally:
         torch.set_rng_state(state)
     return digest.hexdigest()

@@ -41,13 +41,13 @@ def measure(hf: PreTrainedModel, layers: list[nn.Module]) -> ModelSize:
     config = hf.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     looked_up = {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
-    experts = next((n for n in (getattr(config, k, None) for k in _EXPERTS) if n), None)
+    experts = next((n for n in (getattr(config, k, None) for k in _EXPERTS) if n), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     matmul = hf.get_output_embeddings().weight.numel()
     for parameter in hf.parameters():
         if parameter.ndim < 2 or id(parameter) in looked_up or parameter is hf.get_output_embeddings().weight:
             continue
-        stacked = experts is not None and parameter.ndim == 3 and parameter.shape[0] == experts
+        stacked = experts > 0 and parameter.ndim == 3 and parameter.shape[0] == experts
         matmul += parameter.numel() * chosen // experts if stacked else parameter.numel()
     return ModelSize(
         parameters=sum(p.numel() for p in hf.parameters()),

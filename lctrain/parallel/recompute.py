@@ -32,12 +32,12 @@ def apply_recompute(layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
     """
     host = HostInputs() if memory.recompute is Recompute.offload else None
     for layer in layers:
-        assert not getattr(layer, "lctrain_recomputed", False), "a layer must be wrapped once"
+        assert not vars(layer).get("lctrain_recomputed"), "a layer must be wrapped once"
         if memory.tiled_mlp is not None:
             _tile_mlp(layer, memory.tiled_mlp)
         if memory.recompute is not Recompute.none:
             layer.forward = _recomputed(layer.forward, memory.recompute, host)
-        layer.lctrain_recomputed = True
+        vars(layer)["lctrain_recomputed"] = True
 
 
 def _recomputed(forward: Callable[..., Any], kind: Recompute, host: HostInputs | None) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ axis afterwards, so that FSDP2, checkpoints and gradient norms compose without k
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from lctrain.errors import ModelError
 
 # What transformers' plans call a split, as torch's styles. Outputs of row-wise layers go back to columns.
-_STYLES = {
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
     # Norms of single heads, [B, S, h, D]: each rank has its own heads and all of the weight.

@@ -101,7 +101,8 @@ class Accelerator:
 
         torch.manual_seed(value)
 
-    def _module(self):
+    def _module(self) -> Any:
+        """torch.cuda or torch.npu, which have no common type."""
         import torch
 
         return torch.get_device_module(self.type)

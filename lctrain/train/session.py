@@ -95,7 +95,7 @@ class Session:
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             layers=len(decoder_layers(model)),
-            width=model.model.get_input_embeddings().weight.shape[1],
+            width=model.model.config.get_text_config().hidden_size,
         )
         check_memory(
             self.resolved,

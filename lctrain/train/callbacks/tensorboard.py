@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lctrain.train.callbacks.base import Callback, StepRecord
 from lctrain.train.checkpoint import TrainState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard(Callback):
@@ -14,7 +18,7 @@ class TensorBoard(Callback):
     def __init__(self, folder: Path, *, every_steps: int) -> None:
         self._folder = folder
         self._every = every_steps
-        self._writer = None
+        self._writer: SummaryWriter | None = None
 
     def start(self, state: TrainState, total_steps: int) -> None:
         """Open the writer; steps a killed run had logged after its checkpoint are purged."""
