@@ -22,6 +22,8 @@ class AttentionKernel(Enum):
     auto = "auto"
     sdpa = "sdpa"
     flash = "flash"
+    flash3 = "flash3"
+    flex = "flex"
     reference = "reference"
 
 

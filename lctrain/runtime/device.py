@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lctrain.config.root import Device
 from lctrain.errors import DeviceError
@@ -113,6 +113,15 @@ def host_memory_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def compute_capability(device_type: str) -> tuple[int, int]:
+    """(major, minor) of the current device's architecture; (0, 0) where devices have none."""
+    import torch
+
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return (0, 0)
+    return tuple(torch.cuda.get_device_capability())
 
 
 def count(device_type: str) -> int | None:

@@ -7,16 +7,20 @@ import torch
 from lctrain.config.model import AttentionKernel
 from lctrain.errors import ConfigError
 from lctrain.ops.attention.flash import FlashKernel
+from lctrain.ops.attention.flash3 import Flash3Kernel
+from lctrain.ops.attention.flex import FlexKernel
 from lctrain.ops.attention.interface import Kernel
 from lctrain.ops.attention.reference import ReferenceKernel
 from lctrain.ops.attention.sdpa import SdpaKernel
 
 _KERNELS: dict[AttentionKernel, type[Kernel]] = {
+    AttentionKernel.flash3: Flash3Kernel,
     AttentionKernel.flash: FlashKernel,
     AttentionKernel.sdpa: SdpaKernel,
+    AttentionKernel.flex: FlexKernel,
     AttentionKernel.reference: ReferenceKernel,
 }
-"""Fastest first: the order in which `auto` asks them."""
+"""Fastest first."""
 
 
 def select_kernel(name: AttentionKernel, device_type: str, dtype: torch.dtype) -> Kernel:
