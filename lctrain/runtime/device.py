@@ -121,7 +121,8 @@ def compute_capability(device_type: str) -> tuple[int, int]:
 
     if device_type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
-    return tuple(torch.cuda.get_device_capability())
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
 
 
 def count(device_type: str) -> int | None:

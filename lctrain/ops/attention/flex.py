@@ -167,9 +167,7 @@ Blocks = tuple[torch.Tensor, torch.Tensor]
 
 def _block_lists(documents: Documents, kv_documents: Documents, *, causal: bool) -> tuple[Blocks, Blocks]:
     """(number, indices) of the key blocks that each block of queries masks, and of those it takes whole."""
-    bounds = [
-        _key_range(documents, kv_documents, start, causal=causal) for start in range(0, documents.total, BLOCK)
-    ]
+    bounds = [_key_range(documents, kv_documents, start, causal=causal) for start in range(0, documents.total, BLOCK)]
     first, whole_first, whole_last, last = torch.tensor(bounds, dtype=torch.int32).t().unsqueeze(-1)
     columns = torch.arange(-(-kv_documents.total // BLOCK), dtype=torch.int32)
     before = whole_first - first
@@ -183,9 +181,7 @@ def _listed(number: torch.Tensor, indices: torch.Tensor) -> Blocks:
     return number.squeeze(-1)[None, None].contiguous(), indices[None, None].contiguous()
 
 
-def _key_range(
-    documents: Documents, kv_documents: Documents, start: int, *, causal: bool
-) -> tuple[int, int, int, int]:
+def _key_range(documents: Documents, kv_documents: Documents, start: int, *, causal: bool) -> tuple[int, int, int, int]:
     """Key blocks [first, last) that queries from `start` see any of, with [whole first, whole last) seen whole."""
     end = min(start + BLOCK, documents.total)
     earliest = bisect_right(documents.cu_seqlens, start) - 1

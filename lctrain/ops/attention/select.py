@@ -20,7 +20,8 @@ _KERNELS: dict[AttentionKernel, type[Kernel]] = {
     AttentionKernel.flex: FlexKernel,
     AttentionKernel.reference: ReferenceKernel,
 }
-"""Fastest first."""
+_AUTO = (AttentionKernel.flash3, AttentionKernel.flash, AttentionKernel.sdpa, AttentionKernel.reference)
+"""Fastest first: the order in which `auto` asks them."""
 
 
 def select_kernel(name: AttentionKernel, device_type: str, dtype: torch.dtype) -> Kernel:
@@ -29,7 +30,7 @@ def select_kernel(name: AttentionKernel, device_type: str, dtype: torch.dtype) -
     Raises ConfigError when a kernel asked for by name cannot run there.
     """
     if name is AttentionKernel.auto:
-        kernels = [kind() for kind in _KERNELS.values()]
+        kernels = [_KERNELS[kind]() for kind in _AUTO]
         return next(kernel for kernel in kernels if kernel.available(device_type, dtype) is None)
     kernel = _KERNELS[name]()
     reason = kernel.available(device_type, dtype)

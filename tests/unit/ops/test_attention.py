@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from lctrain.config.model import AttentionKernel
 from lctrain.errors import ConfigError
 from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.flex import FlexKernel
 from lctrain.ops.attention.interface import attend, attend_batch
 from lctrain.ops.attention.reference import ReferenceKernel
 from lctrain.ops.attention.runs import Run, device_bounds, runs
 from lctrain.ops.attention.sdpa import SdpaKernel
 from lctrain.ops.attention.select import select_kernel
 
-KERNELS = [SdpaKernel(), ReferenceKernel()]
+KERNELS = [SdpaKernel(), FlexKernel(), ReferenceKernel()]
 MIXED = Documents((0, 7, 14, 21, 22, 40))
 
 
@@ -59,26 +60,28 @@ def test_forward_and_backward_equal_torch(kernel, heads: int, kv_heads: int) -> 
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
 )
-def test_sdpa_equals_reference_on_random_boundaries(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_kernels_equal_reference_on_random_boundaries(lengths: list[int], heads: tuple[int, int]) -> None:
     documents = Documents.from_lengths(lengths)
     tensors = _inputs(documents.total, *heads, dim=8)
-    got, want = (
+    *others, want = (
         _with_grads(lambda q, k, v, kernel=kernel: attend(kernel, q, k, v, documents, 0.4), tensors)
         for kernel in KERNELS
     )
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
+    for got in others:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sdpa_in_half_precision_is_near_the_reference(dtype: torch.dtype) -> None:
+def test_half_precision_is_near_the_reference(dtype: torch.dtype) -> None:
     tensors = _inputs(MIXED.total, 4, 2, dtype=dtype)
-    got, want = (
+    *others, want = (
         _with_grads(lambda q, k, v, kernel=kernel: attend(kernel, q, k, v, MIXED, 0.25), tensors) for kernel in KERNELS
     )
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == dtype
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    for got in others:
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == dtype
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 def test_log_sum_exp_is_that_of_the_scores() -> None:
@@ -130,8 +133,10 @@ def test_queries_and_keys_may_have_different_lengths_when_not_causal() -> None:
         out, lse = kernel.forward(q, k, v, documents, scale=0.3, causal=False, kv_documents=kv_documents)
         grads = kernel.backward(out, q, k, v, out, lse, documents, scale=0.3, causal=False, kv_documents=kv_documents)
         results.append((out, lse, *grads))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
+    *others, want = results
+    for got in others:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -200,10 +205,16 @@ def test_accelerator_ops_take_what_sdpa_gives_them(dtype: torch.dtype, dim: int)
 def test_selection() -> None:
     assert select_kernel(AttentionKernel.auto, "cpu", torch.float32).name == "sdpa"
     assert select_kernel(AttentionKernel.reference, "cpu", torch.float32).name == "reference"
+    assert select_kernel(AttentionKernel.flex, "cpu", torch.float32).name == "flex"
     assert select_kernel(AttentionKernel.auto, "npu", torch.bfloat16).name == "reference"
     with pytest.raises(ConfigError, match=r"model.attention=flash cannot run: flash-attn runs on cuda.*auto"):
         select_kernel(AttentionKernel.flash, "cpu", torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"float32.*precision=bf16"):
-        select_kernel(AttentionKernel.flash, "cuda", torch.float32)
+    for kernel in (AttentionKernel.flash, AttentionKernel.flash3):
+        with pytest.raises(ConfigError, match=r"float32.*precision=bf16"):
+            select_kernel(kernel, "cuda", torch.float32)
+    with pytest.raises(ConfigError, match=r"model.attention=flash3 cannot run.* runs on cuda, not on cpu"):
+        select_kernel(AttentionKernel.flash3, "cpu", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"model.attention=flex cannot run.*npu.*auto"):
+        select_kernel(AttentionKernel.flex, "npu", torch.bfloat16)
     with pytest.raises(ConfigError, match=r"model.attention=sdpa cannot run.*npu"):
         select_kernel(AttentionKernel.sdpa, "npu", torch.bfloat16)
