@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -47,6 +48,8 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     from lctrain.train.session import Session
     from lctrain.train.stop import StopFlag
 
+    # Whole tensors are put together one at a time only to compare or to save; torch warns that this is slow.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     if not ranks.is_main:
         warnings.simplefilter("ignore")
     stop = StopFlag()

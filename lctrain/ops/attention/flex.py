@@ -52,7 +52,8 @@ class FlexKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward."""
         mask = block_mask(documents, kv_documents or documents, causal=causal, device=q_THD.device)
-        return _attend(q_THD, k_TKD, v_TKD, mask, scale)
+        # Inside an autograd function inputs still say they want gradients, which flex attention refuses on the CPU.
+        return _attend(q_THD.detach(), k_TKD.detach(), v_TKD.detach(), mask, scale)
 
     def backward(
         self,

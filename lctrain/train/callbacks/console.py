@@ -28,11 +28,10 @@ class Console(Callback):
 
     def step_end(self, record: StepRecord) -> None:
         """Update the bar, or print every logged step."""
-        line = self._line(record)
         if self._bar:
-            self._bar.update(record.step, line)
+            self._bar.update(record.step, self._short(record))
         elif record.step % self._every == 0 or record.step == self._total:
-            self._report(f"step {record.step}/{self._total}  {line}  left {self._left(record.step)}")
+            self._report(f"step {record.step}/{self._total}  {self._line(record)}  left {self._left(record.step)}")
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """One line an evaluation."""
@@ -58,6 +57,14 @@ class Console(Callback):
             f"  {record.step_time_s:.2f} s{skipped}"
         )
 
+    @staticmethod
+    def _short(record: StepRecord) -> str:
+        """What fits beside the bar on a terminal of 80 columns."""
+        mfu = "" if record.mfu is None else f"  MFU {record.mfu:.0%}"
+        skipped = "  SKIPPED" if record.skipped else ""
+        memory = f"{record.peak_memory_bytes / 2**30:.1f} GiB"
+        return f"loss {record.loss:.3f}  {record.units_per_s:,.0f} {record.unit}/s{mfu}  {memory}{skipped}"
+
     def _left(self, step: int) -> str:
         each = (time.perf_counter() - self._since) / max(1, step - self._first)
         seconds = round(each * (self._total - step))
@@ -71,7 +78,7 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}")
+            MofNCompleteColumn(), BarColumn(bar_width=12), TimeRemainingColumn(), TextColumn("{task.description}")
         )
         self._task = self._progress.add_task("", total=None)
 
