@@ -42,7 +42,7 @@ class ConstantConfig(ScheduleConfig):
 
 @dataclass(kw_only=True)
 class DecayConfig(ScheduleConfig):
-    """Schedules that end at min_lr_ratio * optim.lr on the last step."""
+    """Schedules that fall to min_lr_ratio * optim.lr, which the step after the last would have."""
 
     min_lr_ratio: float = 0.0
 

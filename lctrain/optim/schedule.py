@@ -17,8 +17,8 @@ from lctrain.config.schedule import (
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Factor on the peak rate for the update that `step` (counted from 0) makes.
 
-    Warm-up is linear over W steps, reaching 1 on step W - 1; the decay then runs over the remaining
-    steps and reaches min_lr_ratio on the last one.
+    Warm-up is linear over W steps, reaching 1 on step W - 1; the decay starts from 1 on step W and would
+    reach min_lr_ratio on the step after the last, so that no step is spent at a rate of zero.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:
@@ -26,7 +26,7 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     if isinstance(config, ConstantConfig):
         return 1.0
     assert isinstance(config, DecayConfig)
-    progress = min(1.0, (step + 1 - warmup) / max(1, total_steps - warmup))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     floor = config.min_lr_ratio
     return floor + (1.0 - floor) * _decay(config, progress)
 

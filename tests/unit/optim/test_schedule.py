@@ -30,20 +30,20 @@ def test_constant() -> None:
 
 
 def test_linear() -> None:
-    assert curve(LinearConfig(warmup_steps=1), 5) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert curve(LinearConfig(min_lr_ratio=0.2), 4) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert curve(LinearConfig(warmup_steps=1), 5) == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25])
+    assert curve(LinearConfig(min_lr_ratio=0.2), 4) == pytest.approx([1.0, 0.8, 0.6, 0.4])
 
 
 def test_cosine() -> None:
     half = 0.5 * (1 + math.cos(math.pi / 4))
-    assert curve(CosineConfig(), 4) == pytest.approx([half, 0.5, 1 - half, 0.0])
+    assert curve(CosineConfig(), 4) == pytest.approx([1.0, half, 0.5, 1 - half])
     assert curve(CosineConfig(min_lr_ratio=0.1), 4) == pytest.approx(
-        [0.1 + 0.9 * half, 0.55, 0.1 + 0.9 * (1 - half), 0.1]
+        [1.0, 0.1 + 0.9 * half, 0.55, 0.1 + 0.9 * (1 - half)]
     )
 
 
 def test_polynomial() -> None:
-    assert curve(PolynomialConfig(power=2.0), 4) == pytest.approx([0.5625, 0.25, 0.0625, 0.0])
+    assert curve(PolynomialConfig(power=2.0), 4) == pytest.approx([1.0, 0.5625, 0.25, 0.0625])
     assert curve(PolynomialConfig(power=1.0, min_lr_ratio=0.3), 4) == pytest.approx(
         curve(LinearConfig(min_lr_ratio=0.3), 4)
     )
@@ -67,7 +67,7 @@ def test_a_run_shorter_than_its_warm_up() -> None:
     st.integers(0, 50),
     st.floats(0, 1),
 )
-def test_it_only_falls_after_warm_up_ends_at_the_floor_and_stays_there(
+def test_it_only_falls_after_warm_up_stays_above_the_floor_and_would_reach_it_next(
     cls: type, total: int, warmup: int, floor: float
 ) -> None:
     config = cls(warmup_steps=warmup, min_lr_ratio=floor)
@@ -76,7 +76,10 @@ def test_it_only_falls_after_warm_up_ends_at_the_floor_and_stays_there(
     assert all(a >= b - 1e-12 for a, b in pairwise(after))
     assert all(0 <= f <= 1 + 1e-12 for f in factors)
     if total > warmup:
-        assert factors[-1] == pytest.approx(floor)
+        assert floor < 1.0 - 1e-9 or factors[-1] == pytest.approx(1.0)
+        assert factors[-1] >= floor - 1e-12
+        assert floor > 1.0 - 1e-9 or factors[-1] > floor
+        assert lr_factor(config, total, total) == pytest.approx(floor)
         assert lr_factor(config, total + 5, total) == pytest.approx(floor)
     # A pure function of the step: any order of asking gives the same.
     assert [lr_factor(config, step, total) for step in reversed(range(total))][::-1] == factors
