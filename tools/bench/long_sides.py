@@ -143,15 +143,15 @@ def _alst_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     import torch
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    def loss_sum(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(head(states), labels, reduction="sum")
+    # Divided inside: the head's gradient is taken there, before any later division could reach it.
+    def share(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(head(states), labels, reduction="sum") / (ids.numel() - 1)
 
     states = model.model(input_ids=ids, use_cache=False).last_hidden_state
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     shards = math.ceil(labels.numel() * model.config.vocab_size * 4 / SLICE_BYTES)
     head = model.lm_head
-    total = TiledFusedLogitsLoss.apply(loss_sum, head, states, labels, None, shards, [head.weight], "sum")
-    return total / (ids.numel() - 1)
+    return TiledFusedLogitsLoss.apply(share, head, states, labels, None, shards, [head.weight], "sum")
 
 
 LONG_FITS = {"ours": FITS["ours"], "trainer": FITS["trainer"], "trl": fit_trl, "alst": fit_alst}
