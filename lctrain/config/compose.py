@@ -167,8 +167,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     known = _known_keys([o for o in overrides if o.split("=")[0] in (*GROUPS, "recipe")])
     same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
     hint = f"did you mean {' or '.join(same_leaf)}?" if same_leaf else _nearest(key, known)
-    if key.startswith(_OPEN):
-        return ConfigError(f"{key} is not set yet; add a key to that mapping with ++{key}=VALUE")
+    if f"{key}.".startswith(_OPEN):
+        return ConfigError(f"{key} is not set yet; add keys to that mapping with ++{key}=VALUE")
     section = key.split(".")[0]
     fields = [k for k in known if k.startswith(f"{section}.")]
     tail = f"{section} has: {', '.join(sorted(f.split('.', 1)[1] for f in fields))}" if fields else ""

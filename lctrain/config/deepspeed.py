@@ -105,15 +105,16 @@ def _merge(ours: dict[str, Any], theirs: dict[str, Any], *, source: str, path: s
         where = f"{path}{key}"
         mine = ours.get(key)
         if isinstance(value, dict) and (isinstance(mine, dict) or key not in ours):
-            off = key in _OWNED and value.get("enabled") is False
-            if key in _OWNED and key not in ours and not off:
-                raise ConfigError(f"{source}: {where}={value} contradicts the job; set {_OWNED[key]} instead")
-            if not off:
+            if key in _OWNED and key not in ours:
+                if value.get("enabled") not in (False, "auto"):
+                    raise ConfigError(f"{source}: {where}={value} contradicts the job; set {_OWNED[key]} instead")
+            else:
                 merged[key] = _merge(mine or {}, value, source=source, path=f"{where}.")
         elif value == "auto" or (key in ours and value == mine):
             continue
         elif key in ours or key in _OWNED:
-            hint = _OWNED.get(key, "parallel=zero1, zero2, zero3, ... and parallel.deepspeed.*")
+            owned = "parallel=zero1, zero2, zero3, ... and parallel.deepspeed.*"
+            hint = _OWNED.get(where.split(".")[0], owned)
             raise ConfigError(f"{source}: {where}={value} contradicts the job's {mine}; remove it, or set {hint}")
         else:
             merged[key] = value

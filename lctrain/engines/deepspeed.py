@@ -113,6 +113,8 @@ class DeepSpeedEngine:
 
         state: dict[str, torch.Tensor] = buffers(self.module)
         step = self._optimizer_step()
+        if step is not None:
+            self._link_optimizer_state()
         for name, parameter in self._trained():
             state[MODEL + name] = self._rows(safe_get_full_fp32_param(parameter), parameter)
             if step is None:
@@ -175,7 +177,15 @@ class DeepSpeedEngine:
         names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
         for flat in next(getattr(self._zero, name) for name in names if hasattr(self._zero, name)):
             self._zero.optimizer.state[flat] = {"step": step.clone(), **{k: torch.zeros_like(flat) for k in _STATES}}
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        """Tell DeepSpeed below stage 3 which piece of its flat state belongs to which parameter.
+
+        It does so itself once, after the update of the first parameter group, when the others have no state yet.
+        """
         if self._stage < 3:
+            self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _set(self, parameter: nn.Parameter, key: str | None, rows: torch.Tensor) -> None:

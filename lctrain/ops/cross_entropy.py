@@ -37,7 +37,8 @@ def linear_cross_entropy(
     Labels equal to IGNORE add nothing; if all are, the result is a zero with a graph. Logits are
     computed in autocast's dtype where it is on, else in hidden's; the softmax, the sum and the
     weight's gradient are fp32. Holds one [chunk_tokens, V] fp32 buffer (and one in the compute dtype
-    when that is not fp32), and from forward to backward the gradients of hidden and weight.
+    when that is not fp32; smaller ones on the CPU), and from forward to backward the gradients of hidden
+    and weight.
 
     part: weight and bias are these rows of a vocabulary split over ranks. Every rank gets the whole loss
     and its rows' gradients; hidden's gradient is this rank's share, to be summed over the ranks.
@@ -45,6 +46,8 @@ def linear_cross_entropy(
     device_type = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TC.dtype
     differentiable = torch.is_grad_enabled()
+    if device_type == "cpu":
+        chunk_tokens = min(chunk_tokens, _cached_tokens(*weight_VC.shape))
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(
             hidden_TC,
@@ -56,6 +59,14 @@ def linear_cross_entropy(
             differentiable,
             part or _Whole(),
         )
+
+
+def _cached_tokens(vocabulary: int, width: int) -> int:
+    """Tokens of a chunk that a CPU works on fastest: 16 MiB of fp32 logits, which stay in its cache.
+
+    At least width / 4, because a chunk also reads and writes the weight's whole gradient.
+    """
+    return max(2**24 // (4 * vocabulary), width // 4, 64)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

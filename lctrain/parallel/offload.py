@@ -35,10 +35,11 @@ class HostInputs:
 
     def moved(self, states: torch.Tensor) -> AbstractContextManager[None]:
         """Save `states` in host memory wherever autograd would save it inside the context."""
-        address = states.data_ptr()
+        # By value: autograd keeps the hooks as long as its graph, and with them whatever they refer to.
+        address, shape = states.data_ptr(), states.shape
 
         def pack(x: torch.Tensor) -> torch.Tensor | _Moved:
-            return self._out(x) if x.data_ptr() == address and x.shape == states.shape else x
+            return self._out(x) if x.data_ptr() == address and x.shape == shape else x
 
         def unpack(x: torch.Tensor | _Moved) -> torch.Tensor:
             return x if isinstance(x, torch.Tensor) else self._back(x)

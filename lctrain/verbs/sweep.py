@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,13 @@ from lctrain.config.registry import register
 from lctrain.errors import EXIT_OK, ConfigError, LctrainError
 from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import read_summary
+
+
+class _Stop(BaseException):
+    """Carries an error past Hydra, which would keep an Exception and go on with the next job."""
+
+    def __init__(self, error: LctrainError) -> None:
+        self.error = error
 
 
 class JobFailed(LctrainError):
@@ -57,14 +65,30 @@ def sweep(command: Any) -> int:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(_job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir=command.config_dir) from error
+    except _Stop as stop:
+        raise stop.error from stop
     finally:
         sys.argv = before
+        _forget_unused(Path(folder))
     print(f"sweep dir: {folder}", flush=True)
     return EXIT_OK
 
 
+def _forget_unused(folder: Path) -> None:
+    """Remove a sweep's folder in which no job began: Hydra makes it before anything is checked."""
+    if folder.is_dir() and {p.name for p in folder.rglob("*") if p.is_file()} <= {"multirun.yaml"}:
+        shutil.rmtree(folder)
+
+
 def _job(raw: Any) -> float:
-    """One job; its last loss is what an optimizing sweeper minimises."""
+    """One job; its last loss is what an optimizing sweeper minimises. Raises _Stop when the sweep must end."""
+    try:
+        return _run(raw)
+    except LctrainError as error:
+        raise _Stop(error) from error
+
+
+def _run(raw: Any) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     from lctrain.verbs.train import run_config

@@ -21,9 +21,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_parameters(language: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, a whole copy of the master weight) under any engine."""
+    """(name, a whole copy of the master weight) under any engine; DeepSpeed has one of what it trains alone."""
     for name, p in language.engine.module.named_parameters():
         if hasattr(language.engine, "_zero"):
+            if not p.requires_grad:
+                continue
             from deepspeed.utils import safe_get_full_fp32_param
 
             yield name, safe_get_full_fp32_param(p).detach().clone().view(full_shape(p))

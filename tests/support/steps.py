@@ -35,6 +35,19 @@ def take_steps(
     return results
 
 
+def one_step(language: Any, step: int) -> tuple[float, float]:
+    """(mean loss, gradient norm) of update number `step`, under any engine."""
+    from lctrain.data.order import SampleOrder
+    from lctrain.train.step import forward_backward
+
+    config, data = language.session.config, tiny_data(language.hf_config.vocab_size)
+    order = SampleOrder(size=len(data), seed=config.seed, global_batch_size=config.train.global_batch_size)
+    micro = language.loader(data, order).batches(step)
+    (count,), _ = language.mesh.sum_over_data([sum(b.count for b in micro)])
+    loss = forward_backward(language.engine, language.objective, language.mesh, micro, count)
+    return loss, language.engine.step(config.optim.lr).grad_norm
+
+
 def parameters_of(language: Any) -> dict[str, Any]:
     """Whole parameters by name, as numpy."""
     return {name: full(p).float().numpy() for name, p in language.model.named_parameters()}

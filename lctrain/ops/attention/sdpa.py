@@ -4,7 +4,7 @@ Legend: n documents of a run, L positions, T flattened tokens, H query heads, K 
 
 | device | dtype | op | documents |
 |---|---|---|---|
-| cpu | all | _scaled_dot_product_flash_attention_for_cpu | one call a run of equal lengths |
+| cpu | all | _scaled_dot_product_flash_attention_for_cpu | one call a run of equal lengths, native GQA |
 | cuda | fp16, bf16 | _flash_attention_forward | one call, variable lengths, native GQA |
 | cuda | other, or a head dim flash refuses | _scaled_dot_product_efficient_attention | one call a run |
 """
@@ -55,8 +55,9 @@ class SdpaKernel:
             )
             return out_THD, lse_HT
         outs, lses = [], []
+        repeat = q_THD.device.type != "cpu"
         for run in groups:
-            q, k, v = _batched(q_THD, k_TKD, v_TKD, run)
+            q, k, v = _batched(q_THD, k_TKD, v_TKD, run, repeat=repeat)
             out_nHLD, lse_nHL = _dense_forward(q, k, v, scale=scale, causal=causal)
             outs.append(_rows(out_nHLD))
             lses.append(lse_nHL.transpose(0, 1).flatten(1))
@@ -88,7 +89,9 @@ class SdpaKernel:
             )
         dqs, dks, dvs = [], [], []
         for run in groups:
-            q, k, v = _batched(q_THD, k_TKD, v_TKD, run)
+            # The CPU's backward works on key/value heads in parallel: with fewer of them than threads it waits.
+            busy = run.count * k_TKD.shape[1] >= torch.get_num_threads()
+            q, k, v = _batched(q_THD, k_TKD, v_TKD, run, repeat=q_THD.device.type != "cpu" or not busy)
             grad_out, out = _heads_first(grad_out_THD[run.q], run.count), _heads_first(out_THD[run.q], run.count)
             lse_nHL = lse_HT[:, run.q].unflatten(1, (run.count, run.q_length)).transpose(0, 1)
             dq, dk, dv = _dense_backward(grad_out, q, k, v, out, lse_nHL, scale=scale, causal=causal)
@@ -131,14 +134,14 @@ def _rows(x_nHLD: torch.Tensor) -> torch.Tensor:
 
 
 def _batched(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, run: Run
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, run: Run, *, repeat: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One run as [n, H, L, D]; the dense ops have no GQA, so keys and values get H heads."""
+    """One run as [n, H, L, D]; `repeat` gives keys and values H heads, for ops without GQA."""
     group = q_THD.shape[1] // k_TKD.shape[1]
-    k_THD, v_THD = k_TKD[run.k], v_TKD[run.k]
-    if group > 1:
-        k_THD, v_THD = k_THD.repeat_interleave(group, dim=1), v_THD.repeat_interleave(group, dim=1)
-    return _heads_first(q_THD[run.q], run.count), _heads_first(k_THD, run.count), _heads_first(v_THD, run.count)
+    k, v = k_TKD[run.k], v_TKD[run.k]
+    if repeat and group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return _heads_first(q_THD[run.q], run.count), _heads_first(k, run.count), _heads_first(v, run.count)
 
 
 def _sum_groups(x_THD: torch.Tensor, kv_heads: int) -> torch.Tensor:
