@@ -37,7 +37,7 @@ def linear_cross_entropy(
     Labels equal to IGNORE add nothing; if all are, the result is a zero with a graph. Logits are
     computed in autocast's dtype where it is on, else in hidden's; the softmax, the sum and the
     weight's gradient are fp32. Holds one [chunk_tokens, V] fp32 buffer (and one in the compute dtype
-    when that is not fp32; smaller ones on the CPU), and from forward to backward the gradients of hidden
+    when that is not fp32; smaller ones on a CPU), and from forward to backward the gradients of hidden
     and weight.
 
     part: weight and bias are these rows of a vocabulary split over ranks. Every rank gets the whole loss
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     device_type = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TC.dtype
     differentiable = torch.is_grad_enabled()
-    if device_type == "cpu":
+    if device_type == "cpu" and part is None:  # ranks with parts of a vocabulary must cut equal chunks
         chunk_tokens = min(chunk_tokens, _cached_tokens(*weight_VC.shape))
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(
