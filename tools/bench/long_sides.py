@@ -7,11 +7,14 @@ All recompute decoder layers, compute in fp32 and update with torch's fused Adam
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sides import FITS, LR, Case, hugging_face_model
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 SLICE_BYTES = 64 * 2**20
 """fp32 logits of one shard of ALST's loss. Its users' 1 GiB would not fit the budget."""
 _ENDLESS = 10**6
-_DOCUMENTS = 2
+_SHORT = 256
 
 
 @dataclass(frozen=True)
@@ -32,23 +35,47 @@ class LongCase(Case):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """One layer of 16 heads of 128 over 4 key/value heads, as Llama 3's; the width is what is tiny."""
+        """One layer of 48 heads of 128 over 8 key/value heads, as a large Llama's; the width is what is tiny."""
         return {
             **super().architecture,
-            "hidden_size": 128,
-            "intermediate_size": 512,
+            "hidden_size": 96,
+            "intermediate_size": 384,
             "num_hidden_layers": 1,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 2**20,
         }
 
     def documents(self) -> Any:
         """[2, length] token ids of the whole vocabulary, int64."""
-        import numpy as np
+        return _tokens(self.vocabulary, 2 * self.length).reshape(2, self.length)
 
-        return np.random.default_rng(0).integers(0, self.vocabulary, (_DOCUMENTS, self.length))
+
+@dataclass(frozen=True)
+class ShortFirst(LongCase):
+    """One short step, which makes the optimizer's state, before one of the whole length: half of the time."""
+
+    def documents(self) -> Any:
+        """Two documents, the short one being the first that is asked for."""
+        return _InTurn(_tokens(self.vocabulary, n) for n in (_SHORT, self.length))
+
+
+class _InTurn(list[Any]):
+    """Gives its items one after the other, whichever is asked for."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        super().__init__(items)
+        self._turns = itertools.cycle(range(len(self)))
+
+    def __getitem__(self, _: Any) -> Any:
+        return super().__getitem__(next(self._turns))
+
+
+def _tokens(vocabulary: int, count: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, vocabulary, count)
 
 
 def fit_trl(case: Case, watch: Watch) -> None:
@@ -114,15 +141,14 @@ def fit_alst(case: Case, watch: Watch) -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
     watch.begin()
-    while True:
-        for ids in torch.from_numpy(case.documents()).split(1):
-            loss = _alst_loss(model, ids)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            print(f"loss {loss.item():.4f} grad norm {norm.item():.3f}", file=sys.stderr)
-            watch.step_end()
+    for document in itertools.cycle(case.documents()):
+        loss = _alst_loss(model, torch.from_numpy(document)[None])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"loss {loss.item():.4f} grad norm {norm.item():.3f}", file=sys.stderr)
+        watch.step_end()
 
 
 def _tile_mlps(model: torch.nn.Module) -> None:
@@ -130,13 +156,11 @@ def _tile_mlps(model: torch.nn.Module) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     for layer in model.model.layers:
-        mlp = layer.mlp
-        weights = list(mlp.parameters())
+        layer.mlp.forward = partial(_tiled, TiledMLP.apply, layer.mlp)
 
-        def tiled(x: torch.Tensor, mlp: Any = mlp, whole: Any = type(mlp).forward, weights: Any = weights) -> Any:
-            return TiledMLP.apply(whole, mlp, x, math.ceil(x.shape[1] / x.shape[2]), weights)
 
-        mlp.forward = tiled
+def _tiled(apply: Any, mlp: Any, states: torch.Tensor) -> torch.Tensor:
+    return apply(type(mlp).forward, mlp, states, math.ceil(states.shape[1] / states.shape[2]), list(mlp.parameters()))
 
 
 def _alst_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,16 @@ _ENDLESS = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """rows sequences of length tokens a step; recompute: keep only the inputs of decoder layers."""
+    """rows sequences of length tokens a step; recompute: keep only the inputs of decoder layers.
+
+    overrides: more of lctrain's configuration.
+    """
 
     vocabulary: int
     rows: int
     length: int
     recompute: bool = False
+    overrides: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def fit_ours(case: Case, watch: Watch) -> None:
         "train.global_batch_size": case.rows,
         "train.micro_batch_size": case.rows,
     }
-    config = compose_config([f"{key}={value}" for key, value in overrides.items()])
+    config = compose_config([*(f"{key}={value}" for key, value in overrides.items()), *case.overrides])
     config.model.architecture = case.architecture
     with tempfile.TemporaryDirectory() as folder:
         session = Session(config, Ranks(), dist.HashStore(), StopFlag())
@@ -140,7 +144,7 @@ def _our_callback(watch: Watch) -> Any:
     return Watched()
 
 
-def _hugging_face_model(case: Case) -> Any:
+def hugging_face_model(case: Case) -> Any:
     """The same model as transformers builds it, with torch's attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -160,7 +164,7 @@ def fit_bare(case: Case, watch: Watch) -> None:
             for indices in torch.randperm(len(documents)).split(case.rows):
                 yield documents[indices]
 
-    model = _hugging_face_model(case)
+    model = hugging_face_model(case)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
     watch.begin()
@@ -205,7 +209,7 @@ def fit_trainer(case: Case, watch: Watch) -> None:
             disable_tqdm=True,
             use_cpu=True,
         )
-        Trainer(_hugging_face_model(case), arguments, train_dataset=dataset, callbacks=[Watched()]).train()
+        Trainer(hugging_face_model(case), arguments, train_dataset=dataset, callbacks=[Watched()]).train()
 
 
 FITS = {"ours": fit_ours, "bare": fit_bare, "trainer": fit_trainer}
