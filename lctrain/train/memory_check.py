@@ -84,9 +84,10 @@ def check_memory(
         )
     if host_need > host_room:
         what = "weights, gradients and optimizer state" if on_cpu else "host memory for what is offloaded"
+        less = "" if on_cpu else "offload less (memory=full, parallel=fsdp or zero3), "
         raise DeviceError(
             f"{size} need {_gib(host_need / ranks_here)} of {what} a rank, {ranks_here} ranks here, and this machine "
-            f"has {_gib(host_room)} available; {mend}"
+            f"has {_gib(host_room)} available; {less}{mend}"
         )
 
 

@@ -6,6 +6,8 @@ import os
 import signal
 from types import FrameType
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopFlag:
     """Set by a signal; the trainer looks at it once a step, on all ranks together."""
@@ -13,20 +15,21 @@ class StopFlag:
     def __init__(self) -> None:
         self.requested = False
         self._interrupts = 0
-        self._pid = 0
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT of this process."""
-        self._pid = os.getpid()
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+        """Take over SIGTERM and SIGINT of this process, though not of helpers it forks."""
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def _let_go(self) -> None:
+        # A pool ends its processes by SIGTERM and waits for them without limit: that must end them at once. A
+        # handler in Python would not do, because one that is tripped just before a process blocks never runs.
+        for number in _SIGNALS:
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            # A forked helper, such as a tokenising process: its pool ends it by SIGTERM and waits until it did.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
         self.requested = True
         if number == signal.SIGINT:
             self._interrupts += 1

@@ -78,6 +78,8 @@ def rank_main(session: Session) -> int:
     failed = int(session.share("verdict", lambda: str(sum(not c.ok for c in checks))))
     if session.ranks.is_main:
         _report(session, mesh, run_dir, checks)
+    # The store lives in the first rank, which must not end before the others have read the verdict.
+    mesh.barrier()
     return EXIT_NO if failed else EXIT_OK
 
 

@@ -100,10 +100,9 @@ def _peak(recompute: str, *, layers: int, intermediate: int, tiles: int | None =
 
 def _live_bytes() -> Any:
     """A dispatch mode that counts the storages operations make while they live."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-
-    import torch
 
     class Live(TorchDispatchMode):
         def __init__(self) -> None:

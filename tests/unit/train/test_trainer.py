@@ -242,3 +242,15 @@ def test_signals_raise_the_flag_and_a_second_ctrl_c_leaves(number: int, monkeypa
     assert left == []
     os.kill(os.getpid(), number)
     assert left == ([130] if number == signal.SIGINT else [])
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_forked_helper_dies_when_it_is_told_to() -> None:
+    """Data preparation forks a pool, which ends its processes by SIGTERM and waits for them without limit."""
+    StopFlag().install()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child = os.fork()
+        if child == 0:  # a handler of Python's could be tripped just before the process blocks, and then never run
+            os._exit(0 if signal.getsignal(number) is signal.SIG_DFL else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
