@@ -181,8 +181,8 @@ def test_kv_heads_and_28_query_heads_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "reference", "flex"])
-def test_half_precision_inputs_are_merged_in_fp32(kernel: str) -> None:
-    """Each rank holds a few keys of one document only, so that everything goes through the merge."""
+def test_half_precision_inputs_give_near_results(kernel: str) -> None:
+    """One document over both ranks, so that everything goes through the merge."""
     batch = [
         Case((0, 96), 1, 1, 2, method, kernel, dtype="bfloat16", scale=scale)
         for method in ("ring", "allgather")
@@ -192,6 +192,40 @@ def test_half_precision_inputs_are_merged_in_fp32(kernel: str) -> None:
         # bf16 has 8 bits: gradients pass through it once or twice. The log-sum-exp must not pass through it at all.
         assert errors.pop("lse") < 1e-3, (case, errors)  # rounded to bf16 it would be off by 1e-2 or more
         assert all(e < 0.02 for e in errors.values()), (case, errors)
+
+
+def _sums(ranks: Any, method: str) -> set[str]:
+    """Dtypes that blocks of bf16 inputs are added up in, forward and backward."""
+    import torch
+
+    from lctrain.parallel.blocks import Blocks
+
+    case = Case((0, 96), 1, 1, ranks.world_size, method, dtype="bfloat16")
+    seen: set[str] = set()
+    real = Blocks.forward_add, Blocks.backward_add
+
+    def noting(method: Any) -> Any:
+        def call(self: Any, first: Any, kv: Any, rectangles: Any, *sums: Any) -> None:
+            seen.update(str(x.dtype) for x in sums)
+            method(self, first, kv, rectangles, *sums)
+
+        return call
+
+    documents, *whole, grad = _inputs(case)
+    columns = _columns(case)
+    own = [x[:, columns].clone().requires_grad_() for x in whole]
+    Blocks.forward_add, Blocks.backward_add = (noting(m) for m in real)
+    try:
+        out = _layout(case, _kernel("sdpa"))(*own, documents, scale=0.3)
+        torch.autograd.grad(out, own, grad[:, columns])
+    finally:
+        Blocks.forward_add, Blocks.backward_add = real
+    return seen
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_blocks_are_added_up_in_fp32(method: str) -> None:
+    assert pool(2).run(_sums, method=method) == [{"torch.float32"}] * 2
 
 
 def _work(ranks: Any, method: str, length: int) -> tuple[int, int]:

@@ -133,6 +133,43 @@ def test_half_precision_continues_from_fp32_masters(writer: str, reader: str, wr
             np.testing.assert_allclose(result["after"][name], value, atol=5e-3, err_msg=name)
 
 
+def _overflow(ranks: Any, plain: dict[str, Any]) -> dict[str, Any]:
+    """A good step, one whose gradient overflows on the last rank only, and a good one; then a fresh engine's scale."""
+    from tests.support.run import build
+    from tests.support.steps import take_steps
+
+    def spoil(step: int, loss: Any) -> Any:
+        return loss * float("inf") if step == 1 and ranks.rank == ranks.world_size - 1 else loss
+
+    _, language = build(ranks, plain)
+    results, scales, parameters = [], [], []
+    for step in range(3):
+        results += take_steps(language, 1, start=step, spoil=spoil)
+        scales.append(language.engine.scale_state()["value"])
+        parameters.append(_held(language))
+    fresh = build(ranks, plain)[1].engine
+    fresh.load_scale_state(language.engine.scale_state())
+    return {
+        "skipped": [r.skipped for r in results],
+        "norms": [r.grad_norm for r in results],
+        "scales": [*scales, fresh.scale_state()["value"]],
+        "parameters": parameters,
+    }
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_all_ranks_skip_an_overflow_together_and_the_scale_is_carried_on(layout: str) -> None:
+    plain = plain_of(2, f"parallel={layout}", "precision=fp16", "precision.initial_scale=64")
+    for result in pool(2).run(_overflow, plain=plain):
+        assert result["skipped"] == [False, True, False]
+        assert [np.isfinite(n) for n in result["norms"]] == [True, False, True]
+        assert result["scales"] == [64, 32, 32, 32]
+        first, second, third = result["parameters"]
+        assert same(first, second)
+        assert not same(second, third)
+        assert all(np.isfinite(v).all() for v in third.values())
+
+
 def deepspeed_of(tmp_path: Path, found: Any, *overrides: str) -> dict[str, Any]:
     """What DeepSpeed would be given for a job on two ranks whose `parallel.deepspeed.config` holds `found`."""
     path = tmp_path / "ds.json"

@@ -14,6 +14,13 @@ from tests.support.command import lctrain
 STEPS = 10
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These tests start several processes each; on a busy machine that is slow, and still no hang."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifteen documents of 100 to 3,000 bytes."""

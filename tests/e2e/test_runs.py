@@ -40,7 +40,8 @@ def test_a_run_leaves_what_it_should(straight: Straight) -> None:
     assert {p.name for p in (run / "checkpoints").iterdir()} == {f"step-{n}" for n in range(2, STEPS + 1, 2)}
     said = (run / "log.txt").read_text()
     for line in (
-        "parallel=fsdp_sp on 2 x cpu",
+        "parallel=fsdp_sp",
+        "on 2 x cpu",
         "timeouts: collectives 1800 s",
         "attention: sdpa",
         f"step {STEPS}/{STEPS}",

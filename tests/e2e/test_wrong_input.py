@@ -20,7 +20,6 @@ import pytest
 from lctrain import cli
 from lctrain.config.compose import compose_config
 from lctrain.runtime import device as devices
-from lctrain.runtime.device import Accelerator
 from lctrain.runtime.process import Ranks
 from lctrain.worker import work
 from tests.support.command import environment, lctrain
@@ -254,9 +253,9 @@ def test_a_device_that_is_not_there(first_rank: Refused) -> None:
 
 
 def test_7b_on_a_machine_without_the_memory(first_rank: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "total_memory_bytes", lambda self: 64 * 2**30)
+    monkeypatch.setattr("lctrain.train.session.host_memory_bytes", lambda: 64 * 2**30)
     text = first_rank("recipe=llama7b_32k", "model.init=random", "data.max_length=32768", "eval.every_steps=0")
-    assert "6.74B parameters need 100.4 GiB" in text
+    assert "6.74B parameters under parallel=single need 100.4 GiB" in text
     assert "has 64.0 GiB" in text
     assert "shard over more devices" in text
 

@@ -163,6 +163,11 @@ HALF = [
     Row(2, ("parallel=ddp",)),
     Row(2, ("parallel=fsdp", "memory=full")),
     Row(2, ("parallel=fsdp_sp",)),
+    Row(2, ("parallel=fsdp_cp", "memory=selective")),
+    Row(2, ("parallel=fsdp_tp",)),
+    Row(2, ("parallel=zero1",)),
+    Row(2, ("parallel=zero2",)),
+    Row(2, ("parallel=zero3", "memory=full")),
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120.0
+LIMIT_S = 240.0  # against hangs; a run takes seconds
 
 
 def environment(**extra: str) -> dict[str, str]:

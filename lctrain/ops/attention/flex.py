@@ -78,7 +78,7 @@ class FlexKernel:
         mask = block_mask(documents, kv_documents or documents, causal=causal, device=q_THD.device)
         leaves = [x.detach().requires_grad_() for x in (q_THD, k_TKD, v_TKD)]
         with torch.enable_grad():
-            block_out_THD, block_lse_HT = _attend(*leaves, mask, scale)
+            block_out_THD, block_lse_HT = _attend(leaves[0], leaves[1], leaves[2], mask, scale)
         # The kernel's own backward knows its block alone, and `out`, `lse` may be over more keys. Over blocks b,
         #     out = sum_b w_b out_b,  w_b = exp(lse_b - lse),  lse = log sum_b exp(lse_b),
         # and w is the softmax of the lse_b, so d w_c / d lse_b = w_b ([b = c] - w_c). Hence, exactly,
@@ -151,10 +151,9 @@ def _make_mask(documents: Documents, kv_documents: Documents, *, causal: bool, d
         return same & (query >= key) if causal else same
 
     partial, full = _block_lists(documents, kv_documents, causal=causal)
-    return BlockMask.from_kv_blocks(
-        *(x.to(device) for x in (*partial, *full)),
-        BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(documents.total, kv_documents.total),
-    )  # fmt: skip
+    lists: list[Any] = [x.to(device) for x in (*partial, *full)]
+    options: dict[str, Any] = {"mask_mod": visible, "seq_lengths": (documents.total, kv_documents.total)}
+    return BlockMask.from_kv_blocks(lists[0], lists[1], lists[2], lists[3], BLOCK_SIZE=BLOCK, **options)
 
 
 def _owner(documents: Documents, device: torch.device) -> torch.Tensor:
