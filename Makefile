@@ -23,7 +23,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	touch $@
 
 test: $(VENV)/.tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .
