@@ -41,7 +41,7 @@ def _mesh(sp: int, cp: int) -> Any:
     return Mesh(Sizes(1, 1, sp=sp, cp=cp), Accelerator("cpu", 0))
 
 
-def _layout(case: Case, kernel: Any) -> Any:
+def layout_of(case: Case, kernel: Any) -> Any:
     """The attention the program would use."""
     from lctrain.config.parallel import CpMethod, FsdpUspConfig
     from lctrain.parallel.apply import attention_for
@@ -49,7 +49,7 @@ def _layout(case: Case, kernel: Any) -> Any:
     return attention_for(kernel, FsdpUspConfig(cp_method=CpMethod[case.method]), _mesh(case.sp, case.cp))
 
 
-def _kernel(name: str) -> Any:
+def kernel_of(name: str) -> Any:
     import torch
 
     from lctrain.config.model import AttentionKernel
@@ -58,7 +58,7 @@ def _kernel(name: str) -> Any:
     return select_kernel(AttentionKernel[name], "cpu", torch.float32)
 
 
-def _columns(case: Case) -> Any:
+def columns_of(case: Case) -> Any:
     """Which columns this rank holds."""
     import torch
 
@@ -73,7 +73,7 @@ def _columns(case: Case) -> Any:
     return own.input_ids[0]
 
 
-def _inputs(case: Case) -> tuple[Any, ...]:
+def inputs_of(case: Case) -> tuple[Any, ...]:
     """(documents, whole q, k, v and gradient of the output)."""
     import torch
 
@@ -98,15 +98,15 @@ def _errors(ranks: Any, cases: list[Case]) -> list[dict[str, float]]:
 
     results = []
     for case in cases:
-        documents, *whole, grad = _inputs(case)
-        columns = _columns(case)
+        documents, *whole, grad = inputs_of(case)
+        columns = columns_of(case)
         leaves = [x.float().requires_grad_() for x in whole]
         out = attend_batch(ReferenceKernel(), *leaves, documents, scale=case.scale)
         want = [x[:, columns] for x in (out, *torch.autograd.grad(out, leaves, grad.float()))]
         own = [x[:, columns].clone().requires_grad_() for x in whole]
         keeper = Kept()
         with keeper.recording():
-            out = _layout(case, _kernel(case.kernel))(*own, documents, scale=case.scale)
+            out = layout_of(case, kernel_of(case.kernel))(*own, documents, scale=case.scale)
         got = (out, *torch.autograd.grad(out, own, grad[:, columns]))
         assert all(x.dtype == y.dtype for x, y in zip(got, (whole[0], *whole), strict=True))
         errors = {
@@ -192,134 +192,6 @@ def test_half_precision_inputs_give_near_results(kernel: str) -> None:
         # bf16 has 8 bits: gradients pass through it once or twice. The log-sum-exp must not pass through it at all.
         assert errors.pop("lse") < 1e-3, (case, errors)  # rounded to bf16 it would be off by 1e-2 or more
         assert all(e < 0.02 for e in errors.values()), (case, errors)
-
-
-def _sums(ranks: Any, method: str) -> set[str]:
-    """Dtypes that blocks of bf16 inputs are added up in, forward and backward."""
-    import torch
-
-    from lctrain.parallel.blocks import Blocks
-
-    case = Case((0, 96), 1, 1, ranks.world_size, method, dtype="bfloat16")
-    seen: set[str] = set()
-    real = Blocks.forward_add, Blocks.backward_add
-
-    def noting(method: Any) -> Any:
-        def call(self: Any, first: Any, kv: Any, rectangles: Any, *sums: Any) -> None:
-            seen.update(str(x.dtype) for x in sums)
-            method(self, first, kv, rectangles, *sums)
-
-        return call
-
-    documents, *whole, grad = _inputs(case)
-    columns = _columns(case)
-    own = [x[:, columns].clone().requires_grad_() for x in whole]
-    Blocks.forward_add, Blocks.backward_add = (noting(m) for m in real)
-    try:
-        out = _layout(case, _kernel("sdpa"))(*own, documents, scale=0.3)
-        torch.autograd.grad(out, own, grad[:, columns])
-    finally:
-        Blocks.forward_add, Blocks.backward_add = real
-    return seen
-
-
-@pytest.mark.parametrize("method", ["ring", "allgather"])
-def test_blocks_are_added_up_in_fp32(method: str) -> None:
-    assert pool(2).run(_sums, method=method) == [{"torch.float32"}] * 2
-
-
-def _work(ranks: Any, method: str, length: int) -> tuple[int, int]:
-    """(query, key) pairs the kernel was given on this rank, forward and backward."""
-    import torch
-
-    from lctrain.ops.attention.documents import Documents
-    from lctrain.ops.attention.reference import ReferenceKernel
-
-    class Counting(ReferenceKernel):
-        pairs = [0, 0]
-
-        def count(self, index: int, documents: Documents, causal: bool, kv_documents: Documents | None) -> None:
-            keys = documents if kv_documents is None else kv_documents
-            rectangles = sum((b - a) * (d - c) for (a, b), (c, d) in zip(documents.spans(), keys.spans(), strict=True))
-            self.pairs[index] += documents.causal_pairs if causal else rectangles
-
-        def forward(self, q, k, v, documents, *, scale, causal=True, kv_documents=None):
-            self.count(0, documents, causal, kv_documents)
-            return super().forward(q, k, v, documents, scale=scale, causal=causal, kv_documents=kv_documents)
-
-        def backward(self, grad, q, k, v, out, lse, documents, *, scale, causal=True, kv_documents=None):
-            self.count(1, documents, causal, kv_documents)
-            kind = {"scale": scale, "causal": causal, "kv_documents": kv_documents}
-            return super().backward(grad, q, k, v, out, lse, documents, **kind)
-
-    case = Case((0, length), 1, 1, ranks.world_size, method)
-    kernel = Counting()
-    q, k, v = (torch.randn(1, length // ranks.world_size, h, 8, requires_grad=True) for h in (2, 1, 1))
-    _layout(case, kernel)(q, k, v, Documents(case.bounds), scale=0.3).sum().backward()
-    return kernel.pairs[0], kernel.pairs[1]
-
-
-@pytest.mark.parametrize("method", ["ring", "allgather"])
-def test_ranks_share_the_work_on_one_long_document(method: str) -> None:
-    length = 1024
-    for pairs in zip(*pool(4).run(_work, method=method, length=length), strict=True):
-        assert sum(pairs) == length * (length + 1) // 2  # each visible pair once, and no other
-        assert max(pairs) / min(pairs) < 1.05
-
-
-def _events(ranks: Any) -> tuple[list[str], list[str]]:
-    """What happens in which order, forward and backward."""
-    import torch
-    import torch.distributed as dist
-
-    from lctrain.ops.attention.documents import Documents
-    from lctrain.ops.attention.reference import ReferenceKernel
-
-    events: list[str] = []
-
-    class Noting(ReferenceKernel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            events.append("compute")
-            return super().forward(*args, **kwargs)
-
-        def backward(self, *args: Any, **kwargs: Any) -> Any:
-            events.append("compute")
-            return super().backward(*args, **kwargs)
-
-    class Works(list):
-        """The wait for a message, noted at its first work."""
-
-        def __iter__(self) -> Any:
-            events.append("wait")
-            return super().__iter__()
-
-    real = dist.batch_isend_irecv
-
-    def start(operations: Any) -> Any:
-        events.append("send")
-        return Works(real(operations))
-
-    case = Case((0, 64), 1, 1, ranks.world_size)
-    q, k, v = (torch.randn(1, 64 // ranks.world_size, h, 8, requires_grad=True) for h in (2, 1, 1))
-    dist.batch_isend_irecv = start
-    try:
-        out = _layout(case, Noting())(q, k, v, Documents(case.bounds), scale=0.3)
-        forward = list(events)
-        events.clear()
-        out.sum().backward()
-    finally:
-        dist.batch_isend_irecv = real
-    return forward, events
-
-
-def test_messages_travel_while_blocks_are_computed() -> None:
-    for forward, backward in pool(2).run(_events):
-        # Own triangles and own rectangle while the other rank's keys are under way, then those.
-        assert forward == ["send", "compute", "compute", "wait", "compute"]
-        # Keys leave first; their gradients follow one hop behind and are waited for when there is something to add.
-        assert backward == [
-            "send", "compute", "compute", "send", "wait", "compute", "wait", "send", "wait",
-        ]  # fmt: skip
 
 
 def _isolation(ranks: Any, plain: dict[str, Any]) -> tuple[float, float]:

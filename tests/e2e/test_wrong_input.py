@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lctrain import cli
 from lctrain.config.compose import compose_config
+from lctrain.errors import EXIT_USER, DeviceError
 from lctrain.runtime import device as devices
 from lctrain.runtime.process import Ranks
+from lctrain.train.session import Session
+from lctrain.train.stop import StopFlag
 from lctrain.worker import work
 from tests.support.command import environment, lctrain
 
@@ -176,6 +180,19 @@ def test_a_line_that_does_not_parse(first_rank: Refused, tmp_path: Path) -> None
     assert "data.on_bad_record=skip" in text
 
 
+def test_bad_records_can_be_skipped_and_are_counted(here: Path, words: list[str], tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(['{"text": "some words"}', "not json", '{"text": " "}']))
+    given = ["parallel=single", "data=jsonl", f"data.path={path}", "data.on_bad_record=skip", "data.held_out=0"]
+    config = compose_config([*words, *given, f"data.cache_dir={tmp_path / 'cache'}"])
+    data = Session(config, Ranks(), dist.HashStore(), StopFlag()).prepare(("train",))["train"]
+    assert data is not None
+    assert (data.documents, data.skipped) == (1, 2)
+    said = capsys.readouterr().out
+    assert "skipped 2 bad records" in said
+    assert "rows.jsonl:2" in said
+
+
 def test_a_tokenizer_that_does_not_fit(first_rank: Refused) -> None:
     text = first_rank("model.architecture.vocab_size=128")
     assert "128" in text
@@ -231,12 +248,6 @@ def test_a_model_folder_without_a_config(first_rank: Refused, refused: Refused, 
 
 
 def test_more_ranks_than_devices(here: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    from lctrain.errors import EXIT_USER, DeviceError
-    from lctrain.train.session import Session
-    from lctrain.train.stop import StopFlag
-
     monkeypatch.setattr(devices, "_load", lambda device_type: None)
     monkeypatch.setattr(devices, "count", lambda device_type: 2)
     config = compose_config([*words, "parallel=fsdp", "device=npu", "train.global_batch_size=3"])
@@ -270,6 +281,17 @@ def test_a_checkpoint_of_another_model(first_rank: Refused, straight: Straight, 
     assert "seed=5 but" in text
     assert files(run) == before
     assert not (tmp_path / "new").exists()
+
+
+def test_resuming_in_place_loses_nothing(first_rank: Refused, straight: Straight, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight("single"), run)
+    (run / "summary.json").unlink()
+    before = files(run)
+    again = ["checkpoint.resume=auto", f"run_dir={run}"]
+    assert "hidden_size: 128 there, 64 here" in first_rank("model.architecture.hidden_size=64", *again)
+    assert "train.global_batch_size=4 but" in first_rank("train.global_batch_size=4", *again)
+    assert files(run) == before
 
 
 def test_checkpoints_that_are_not_whole(first_rank: Refused, straight: Straight, tmp_path: Path) -> None:
@@ -308,31 +330,10 @@ def test_two_ranks_and_a_bad_line(words: list[str], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_two_ranks_and_another_models_checkpoint(words: list[str], straight: Straight, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(straight("fsdp_sp"), run)
-    (run / "summary.json").unlink()
-    before = files(run)
-    given = ["parallel=fsdp_sp", "model.architecture.hidden_size=64", "checkpoint.resume=auto", f"run_dir={run}"]
-    assert "hidden_size: 128 there, 64 here" in run_refused(tmp_path, *words, *given)
-    assert files(run) == before
-
-
 def test_an_unknown_key(words: list[str], tmp_path: Path) -> None:
     text = run_refused(tmp_path, *words, "train.max_step=1", f"run_dir={tmp_path}/run")
     assert "train.max_step is not a field" in text
     assert "did you mean train.max_steps" in text
-
-
-def test_bad_records_can_be_skipped_and_are_counted(words: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [json.dumps({"text": "some words " * 40})] * 4
-    path.write_text("\n".join([*rows, "not json", '{"text": " "}']))
-    given = ["parallel=single", "data=jsonl", f"data.path={path}", "data.on_bad_record=skip", "data.held_out=0"]
-    done = lctrain(*words, *given, "train.max_steps=1", f"run_dir={tmp_path}/run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "skipped 2 bad records" in done.stdout
-    assert "rows.jsonl:5" in done.stdout
 
 
 # Verbs about runs.

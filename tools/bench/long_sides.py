@@ -35,13 +35,13 @@ class LongCase(Case):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """One layer of 48 heads of 128 over 8 key/value heads, as a large Llama's; the width is what is tiny."""
+        """One layer of 64 heads of 128 over 8 key/value heads, as Llama 3 70B has; the width is what is tiny."""
         return {
             **super().architecture,
-            "hidden_size": 96,
-            "intermediate_size": 384,
+            "hidden_size": 128,
+            "intermediate_size": 512,
             "num_hidden_layers": 1,
-            "num_attention_heads": 48,
+            "num_attention_heads": 64,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 2**20,
