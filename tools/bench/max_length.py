@@ -1,6 +1,6 @@
 """The longest sequence one rank trains within 3 GiB, beside Trainer, TRL and DeepSpeed's ALST pieces.
 
-    python tools/bench/max_length.py [--confirm NAME ...]
+    python tools/bench/max_length.py
 
 Measured is the most that a process ever had resident (VmHWM: Python, libraries, weights and all) by the end of
 its second step, each step being forward, backward, clipping and AdamW. Every length is a process of its own.
@@ -8,11 +8,10 @@ The model (long_sides.py) has one layer, Llama 3's vocabulary of 128,256 and wid
 uses sdpa; TRL does too, with the loss it computes in tiles; ALST is TiledMLP and TiledFusedLogitsLoss in a bare
 loop that checkpoints; ours is parallel=single memory=full memory.tiled_mlp=8 and the default loss_chunk_mb.
 
-Peak memory is a straight line in the length once the layer, and no longer the loss's fixed tile, is what
-peaks; two lengths give the line, and the line the limit. The limits of ours, Trainer and TRL are then confirmed by
-running 99 % of them (`confirmed`: length, GiB, and whether that fits). A step of ALST near its limit takes as
-long as one of ours, some minutes on two cores, so by default its limit is the line's (`extrapolated`); `--confirm
-alst` runs it as well. `ratio` and `trainer_ratio` compare limits. Takes about ten minutes.
+Peak memory is nearly a straight line in the length once the layer, and no longer the loss's fixed tile, is what
+peaks. Two short lengths aim at the limit; a third run, at 96 % of where they aim, is really trained and
+must fit (`trained`); the line through it and the one before gives the limit. Ratios compare limits. Takes
+10 to 15 minutes on two cores, most of it attention near the limits of ALST and ours.
 
 Every side runs with malloc told to map what is larger than 1 MiB (MALLOC_MMAP_THRESHOLD_), which is what it does
 anyway from 32 MiB: freed tensors then leave the process, and holes in its heap are not counted for anyone.
@@ -23,7 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import Side, end_side, finish, give
@@ -33,7 +32,7 @@ TARGET, TRAINER_TARGET = 1.0, 8.0
 BUDGET = 3 * 2**30
 VOCABULARY = 128256
 PROBES = {"trainer": (512, 1024), "trl": (512, 1024), "alst": (3072, 6144), "ours": (3072, 6144)}
-CONFIRMED = ("trainer", "trl", "ours")
+AIM = 0.96
 _STEPS, _MULTIPLE = 2, 64
 
 
@@ -57,32 +56,35 @@ class Highest:
 
 @dataclass
 class Search:
-    """One side's peaks by length, and its limit: the length at which their line meets the budget."""
+    """One side's peaks by length, the longest length it trained, and where the budget ends."""
 
     name: str
-    peaks: dict[int, int]
+    peaks: dict[int, int] = field(default_factory=dict)
+    trained: int = 0
     limit: float = 0.0
-    confirmed: int | None = None
 
-    def run(self, *, confirm: bool) -> None:
-        """Probe, draw the line, and run 99 % of the limit when asked to."""
+    def run(self) -> None:
+        """Probe, train near the limit, and draw the line again."""
         for length in PROBES[self.name]:
             self._measure(length)
-        (short, low), (long, high) = self.peaks.items()
-        self.limit = long + (BUDGET - high) * (long - short) / (high - low)
-        if confirm:
-            self.confirmed = int(0.99 * self.limit) // _MULTIPLE * _MULTIPLE
-            self._measure(self.confirmed)
+        self.trained = int(AIM * self._line()) // _MULTIPLE * _MULTIPLE
+        self._measure(self.trained)
+        self.limit = self._line()
 
     @property
     def fits(self) -> bool:
-        """Whether the confirming run stayed within the budget."""
-        return self.confirmed is None or self.peaks[self.confirmed] <= BUDGET
+        """Whether the longest run stayed within the budget."""
+        return self.peaks[self.trained] <= BUDGET
 
     def report(self) -> dict[str, object]:
         """For the JSON line."""
         gib = {str(length): round(peak / 2**30, 3) for length, peak in self.peaks.items()}
-        return {"limit": round(self.limit), "confirmed": self.confirmed, "fits": self.fits, "peak_gib": gib}
+        return {"limit": round(self.limit), "trained": self.trained, "fits": self.fits, "peak_gib": gib}
+
+    def _line(self) -> float:
+        """The length at which the line through the last two peaks meets the budget."""
+        (short, low), (long, high) = list(self.peaks.items())[-2:]
+        return long + (BUDGET - high) * (long - short) / (high - low)
 
     def _measure(self, length: int) -> None:
         side = Side(__file__, f"{self.name}/{length}", threads=2)
@@ -94,14 +96,13 @@ def main() -> None:
     """Search every side's limit, or be one side at one length."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", help="internal: be this side, NAME/LENGTH")
-    parser.add_argument("--confirm", nargs="*", default=CONFIRMED, choices=LONG_FITS, help="limits to run")
-    arguments = parser.parse_args()
-    if arguments.side:
-        _be(*arguments.side.split("/"))
+    side = parser.parse_args().side
+    if side:
+        _be(*side.split("/"))
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    searches = {name: Search(name, {}) for name in PROBES}
-    for name, search in searches.items():
-        search.run(confirm=name in arguments.confirm)
+    searches = {name: Search(name) for name in PROBES}
+    for search in searches.values():
+        search.run()
     limits = {name: search.limit for name, search in searches.items()}
     best = max(("trl", "alst"), key=limits.__getitem__)
     ratio, trainer_ratio = limits["ours"] / limits[best], limits["ours"] / limits["trainer"]
@@ -118,7 +119,6 @@ def main() -> None:
             "best_peer": best,
             "trainer_ratio": trainer_ratio,
             "trainer_target": TRAINER_TARGET,
-            "extrapolated": [name for name, search in searches.items() if search.confirmed is None],
             **{f"side_{name}": search.report() for name, search in searches.items()},
         }
     )
