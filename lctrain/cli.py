@@ -17,6 +17,7 @@ VERBS = {
     "train": ("lctrain.verbs.train", "Train (the verb when none is given)."),
     "evaluate": ("lctrain.verbs.evaluate", "Validation loss and perplexity of a run's checkpoint or a model folder."),
     "verify": ("lctrain.verbs.verify", "Prove a layout: loss, every gradient and document isolation against one rank."),
+    "stage": ("lctrain.verbs.stage", "Copy images into local shards: data.source=FOLDER|URL|NAME data.cache=DIR."),
     "export": ("lctrain.verbs.export", "Write a run's checkpoint as a Hugging Face folder: run_dir=DIR out=OUT."),
 }
 

@@ -99,10 +99,10 @@ def overlay(saved: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
 
     plain = to_plain(saved)
     # Composing a throw-away recipe with the same overrides checks every name and parses every value.
-    base = {g: plain[g]["kind"] for g in ("data", "parallel", "optim", "schedule", "precision")}
+    base = {g: plain[g]["kind"] for g in ("model", "data", "parallel", "optim", "schedule", "precision")}
     groups = [f"{g}={k}" for g, k in base.items() if not any(o.startswith(f"{g}=") for o in overrides)]
-    name = saved.recipe if saved.recipe in options("recipe") else sorted(options("recipe"))[0]
-    fresh = OmegaConf.to_container(compose_raw([f"recipe={name}", *groups, *overrides]), resolve=True, enum_to_str=True)
+    recipe = f"recipe={saved.recipe}" if saved.recipe in options("recipe") else "~recipe"
+    fresh = OmegaConf.to_container(compose_raw([recipe, *groups, *overrides]), resolve=True, enum_to_str=True)
     fresh = cast(dict[str, Any], fresh)
     for parsed in OverridesParser.create().parse_overrides(list(overrides)):
         key = parsed.key_or_group
@@ -136,7 +136,10 @@ def explain(error: Exception, overrides: Sequence[str], *, config_dir: str | Non
             "spaces, commas, brackets or equals signs: 'key=\"a,b\"'"
         )
     if match := re.search(r"In '([^']+)': .*raised while composing config:\n(.*)", text):
-        return ConfigError(f"{match[1]}: {match[2]}; it sets a field that the chosen options of its groups do not have")
+        return ConfigError(
+            f"{match[1]}: {match[2]}; it sets a field that the chosen options of its groups "
+            "do not have; choose those it was written for, or copy it into a folder of your own (--config-dir DIR)"
+        )
     return ConfigError(f"{_first_line(text)} {_first_line(cause)}".strip() + "; see python -m lctrain --help")
 
 
@@ -180,9 +183,7 @@ def _known_keys(group_choices: list[str]) -> list[str]:
 
     try:
         raw = compose_raw(
-            group_choices
-            if any(c.startswith("recipe=") for c in group_choices)
-            else [*group_choices, f"recipe={sorted(options('recipe'))[0]}"]
+            group_choices if any(c.startswith("recipe=") for c in group_choices) else ["~recipe", *group_choices]
         )
         plain = to_plain(to_config(raw))
     except (ConfigError, HydraException):

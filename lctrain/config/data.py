@@ -17,6 +17,17 @@ class OnBadRecord(Enum):
 
 @dataclass(kw_only=True)
 class DataConfig:
+    """Base of every kind of data. prefetch: steps prepared ahead of the one that trains."""
+
+    kind: str = MISSING
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.prefetch >= 0, "data.prefetch", self.prefetch, "must not be negative", "0 turns prefetching off")
+
+
+@dataclass(kw_only=True)
+class DocumentsConfig(DataConfig):
     """What every text source shares.
 
     path: the source (a folder, a file, or a Hugging Face data set name for data=hub).
@@ -28,7 +39,6 @@ class DataConfig:
     num_proc: tokenising processes; null means one for each core, at most 8.
     """
 
-    kind: str = MISSING
     path: str | None = None
     max_length: int = 2048
     packing: bool = True
@@ -38,9 +48,9 @@ class DataConfig:
     cache_dir: str = "~/.cache/lctrain"
     num_proc: int | None = None
     on_bad_record: OnBadRecord = OnBadRecord.error
-    prefetch: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.max_length >= 2,
             "data.max_length",
@@ -69,11 +79,10 @@ class DataConfig:
             "must be at least 1",
             "or null for one process a core",
         )
-        require(self.prefetch >= 0, "data.prefetch", self.prefetch, "must not be negative", "0 turns prefetching off")
 
 
 @dataclass(kw_only=True)
-class TextConfig(DataConfig):
+class TextConfig(DocumentsConfig):
     """A folder (or one file) of text or source files, one document a file; UTF-8.
 
     extensions: endings taken, each with its dot; empty means every file.
@@ -86,7 +95,7 @@ class TextConfig(DataConfig):
 
 
 @dataclass(kw_only=True)
-class RecordsConfig(DataConfig):
+class RecordsConfig(DocumentsConfig):
     """Records with a `text` field, or chat `messages` whose assistant turns alone carry loss."""
 
     text_field: str = "text"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from lctrain.config.checks import MISSING, require
 from lctrain.errors import ConfigError
 
 
@@ -106,6 +107,13 @@ class LoraConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
+    """Base of every model."""
+
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True)
+class CausalLMConfig(ModelConfig):
     """A Hugging Face causal LM.
 
     path: a local folder with config.json (and safetensors when init=pretrained).
@@ -120,3 +128,70 @@ class ModelConfig:
     rope_scaling: RopeConfig = field(default_factory=RopeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     trust_remote_code: bool = False
+
+
+class Stem(Enum):
+    """imagenet: 7x7 convolution with stride 2 and max pooling; small: one 3x3 convolution, for images of 28-64 px."""
+
+    imagenet = "imagenet"
+    small = "small"
+
+
+@dataclass(kw_only=True)
+class ImageModelConfig(ModelConfig):
+    """Base of image classifiers.
+
+    path: a safetensors file with torchvision's names to start from; null starts from the seed.
+    classes, channels: null takes them from the data.
+    """
+
+    path: str | None = None
+    classes: int | None = None
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "channels"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"model.{name}", value, "must be at least 1", "or null for the data's")
+
+
+_THIN, _BASIC, _BOTTLENECK = (8, 20), (18, 34), (50, 101, 152)
+
+
+@dataclass(kw_only=True)
+class ResNetConfig(ImageModelConfig):
+    """ResNet v1.5 (He et al. 2015, stride in the 3x3 convolution), channels last.
+
+    depth: 18, 34, 50, 101, 152; or 8, 20 with three stages for 28-32 px images (width 16).
+    stem: null takes imagenet, and small for the thin ones. width: channels of the first stage; null takes 64, or 16.
+    zero_init_last_gamma: each block starts as the identity (Goyal et al. 2017). fc_std: standard deviation of the
+    last layer's first weights; null keeps torch's.
+    """
+
+    kind: str = "resnet"
+    depth: int = 50
+    stem: Stem | None = None
+    width: int | None = None
+    zero_init_last_gamma: bool = True
+    fc_std: float | None = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = (*_THIN, *_BASIC, *_BOTTLENECK)
+        require(
+            self.depth in known, "model.depth", self.depth, "is not a ResNet's", f"one of {', '.join(map(str, known))}"
+        )
+        require(self.width is None or self.width >= 1, "model.width", self.width, "must be at least 1", "e.g. 64")
+        require(self.fc_std is None or self.fc_std > 0, "model.fc_std", self.fc_std, "must be positive", "e.g. 0.01")
+
+    @property
+    def thin(self) -> bool:
+        """Three stages for small images."""
+        return self.depth in _THIN
+
+
+@dataclass(kw_only=True)
+class LeNetConfig(ImageModelConfig):
+    """LeNet-5's shape (LeCun et al. 1998) with ReLU and max pooling."""
+
+    kind: str = "lenet"

@@ -13,6 +13,14 @@ from typing import Any
 from lctrain.config.checks import MISSING, require
 
 
+class GradientDtype(Enum):
+    """What gradients cross ranks in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 @dataclass(kw_only=True)
 class ParallelConfig:
     """Base of every layout."""
@@ -29,10 +37,17 @@ class SingleConfig(ParallelConfig):
 
 @dataclass(kw_only=True)
 class DdpConfig(ParallelConfig):
-    """Data parallel: every rank holds all parameters, gradients and optimizer state."""
+    """Data parallel: every rank holds all parameters, gradients and optimizer state.
+
+    bucket_mb: gradients cross ranks in messages of so many MB while the backward pass goes on. static_graph: every
+    step uses the same parameters in the same order, which lets DDP fix its messages after the first.
+    compress: gradients cross ranks in this dtype; the update stays fp32.
+    """
 
     kind: str = "ddp"
     bucket_mb: float = 25.0
+    static_graph: bool = False
+    compress: GradientDtype = GradientDtype.fp32
 
     def __post_init__(self) -> None:
         require(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from lctrain.config import data, memory, model, optim, parallel, precision, root, schedule
+from lctrain.config import data, images, memory, model, optim, parallel, precision, root, schedule
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "model": (model.ModelConfig,),
-    "data": (data.TextConfig, data.JsonlConfig, data.ParquetConfig, data.HubConfig),
+    "model": (model.CausalLMConfig, model.ResNetConfig, model.LeNetConfig),
+    "data": (data.TextConfig, data.JsonlConfig, data.ParquetConfig, data.HubConfig, images.ImagesConfig),
     "parallel": (
         parallel.SingleConfig,
         parallel.DdpConfig,
@@ -25,12 +25,13 @@ GROUPS: dict[str, tuple[type, ...]] = {
         parallel.Zero3OffloadConfig,
     ),
     "memory": (memory.MemoryConfig,),
-    "optim": (optim.AdamWConfig,),
+    "optim": (optim.AdamWConfig, optim.SgdConfig, optim.LarsConfig),
     "schedule": (
         schedule.ConstantConfig,
         schedule.CosineConfig,
         schedule.LinearConfig,
         schedule.PolynomialConfig,
+        schedule.StepConfig,
     ),
     "precision": (precision.Fp32Config, precision.Bf16Config, precision.Fp16Config),
     "checkpoint": (root.CheckpointConfig,),

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lctrain.config.batch_norm import BatchNormConfig
 from lctrain.config.checks import MISSING, require
-from lctrain.config.data import DataConfig
+from lctrain.config.classification import ClassificationConfig
+from lctrain.config.data import DataConfig, DocumentsConfig
+from lctrain.config.images import ImagesConfig
 from lctrain.config.memory import MemoryConfig
-from lctrain.config.model import ModelConfig
+from lctrain.config.model import CausalLMConfig, ImageModelConfig, ModelConfig
 from lctrain.config.optim import OptimConfig
 from lctrain.config.parallel import ParallelConfig
 from lctrain.config.precision import PrecisionConfig
@@ -53,12 +56,14 @@ class LoopConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Validation on the held-out documents (data.held_out or data.eval_path).
+    """Validation on what is held out: documents (data.held_out, data.eval_path) or images (data.eval_source).
 
-    every_steps: 0 evaluates at the end only. max_sequences: the first so many; null means all.
+    every_steps, every_epochs: one of the two; both 0 evaluate at the end only. max_sequences: the first so many
+    sequences (or images); null means all.
     """
 
     every_steps: int = 0
+    every_epochs: float = 0.0
     max_sequences: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +73,20 @@ class EvalConfig:
             self.every_steps,
             "must not be negative",
             "0 evaluates at the end only",
+        )
+        require(
+            self.every_epochs >= 0,
+            "eval.every_epochs",
+            self.every_epochs,
+            "must not be negative",
+            "0 evaluates at the end only",
+        )
+        require(
+            not (self.every_steps and self.every_epochs),
+            "eval.every_epochs",
+            self.every_epochs,
+            f"cannot be combined with eval.every_steps={self.every_steps}",
+            "keep one of the two",
         )
         require(
             self.max_sequences is None or self.max_sequences >= 1,
@@ -128,13 +147,41 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class MlflowConfig:
+    """One MLflow run a job. uri: a tracking server's address or a folder; null is off.
+
+    per_rank: one run a rank instead, with that rank's own losses.
+    """
+
+    uri: str | None = None
+    experiment: str = "lctrain"
+    per_rank: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.uri is not None or not self.per_rank,
+            "logging.mlflow.per_rank",
+            self.per_rank,
+            "has no effect while logging.mlflow.uri is null",
+            "give logging.mlflow.uri=FOLDER or a server's address",
+        )
+
+
+@dataclass(kw_only=True)
 class LoggingConfig:
-    """every_steps: steps between two records of metrics.jsonl."""
+    """every_steps: steps between two records of metrics.jsonl.
+
+    mlperf: write mlperf.log, an MLPerf training log (image recipes). pictures: sample images and curves as PNG
+    (image recipes).
+    """
 
     kind: str = "logging"
     every_steps: int = 1
     tensorboard: bool = True
     progress: bool = True
+    pictures: bool = False
+    mlperf: bool = False
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -191,13 +238,17 @@ class LaunchConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The root. `recipe` is the name of the overlay that was chosen; groups with several classes must be chosen."""
+    """The root. `recipe` is the name of the overlay that was chosen; groups with several classes must be chosen.
+
+    preset: the name of the overlay with a batch's optimizer numbers, if one was chosen.
+    """
 
     recipe: str | None = None
+    preset: str | None = None
     run_dir: str | None = None
     device: Device = Device.auto
     seed: int = 0
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = MISSING
     data: DataConfig = MISSING
     parallel: ParallelConfig = MISSING
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -210,3 +261,29 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    bn: BatchNormConfig = field(default_factory=BatchNormConfig)
+    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
+
+    @property
+    def language_model(self) -> CausalLMConfig:
+        """`model`, where the regime is known to be language."""
+        assert isinstance(self.model, CausalLMConfig), type(self.model)
+        return self.model
+
+    @property
+    def documents(self) -> DocumentsConfig:
+        """`data`, where the regime is known to be language."""
+        assert isinstance(self.data, DocumentsConfig), type(self.data)
+        return self.data
+
+    @property
+    def image_model(self) -> ImageModelConfig:
+        """`model`, where the regime is known to be images."""
+        assert isinstance(self.model, ImageModelConfig), type(self.model)
+        return self.model
+
+    @property
+    def images(self) -> ImagesConfig:
+        """`data`, where the regime is known to be images."""
+        assert isinstance(self.data, ImagesConfig), type(self.data)
+        return self.data

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lctrain.config.checks import MISSING, require
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """warmup_steps, or warmup_ratio of all steps (one of the two)."""
+    """warmup_steps, or warmup_ratio of all steps, or warmup_epochs (one of the three)."""
 
     kind: str = MISSING
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
+    warmup_epochs: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "must not be negative", "0 is off")
@@ -25,12 +26,13 @@ class ScheduleConfig:
             "e.g. 0.03 warms up over 3 % of the steps",
         )
         require(
-            not (self.warmup_steps and self.warmup_ratio),
-            "schedule.warmup_ratio",
-            self.warmup_ratio,
-            f"cannot be combined with schedule.warmup_steps={self.warmup_steps}",
-            "keep one of the two",
+            self.warmup_epochs >= 0, "schedule.warmup_epochs", self.warmup_epochs, "must not be negative", "0 is off"
         )
+        ways = {n: getattr(self, f"warmup_{n}") for n in ("steps", "ratio", "epochs")}
+        given = [(f"schedule.warmup_{name}", value) for name, value in ways.items() if value]
+        if len(given) > 1:
+            (first, one), (second, other) = given[:2]
+            require(False, second, other, f"cannot be combined with {first}={one}", "keep one of the two")
 
 
 @dataclass(kw_only=True)
@@ -42,9 +44,10 @@ class ConstantConfig(ScheduleConfig):
 
 @dataclass(kw_only=True)
 class DecayConfig(ScheduleConfig):
-    """Schedules that fall to min_lr_ratio * optim.lr, which the step after the last would have."""
+    """Schedules that fall to min_lr_ratio of the peak rate, or to end_lr; the step after the last would have it."""
 
     min_lr_ratio: float = 0.0
+    end_lr: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +57,16 @@ class DecayConfig(ScheduleConfig):
             self.min_lr_ratio,
             "must be in [0, 1]",
             "0.1 ends at a tenth of optim.lr",
+        )
+        require(
+            self.end_lr is None or self.end_lr >= 0, "schedule.end_lr", self.end_lr, "must not be negative", "or null"
+        )
+        require(
+            self.end_lr is None or not self.min_lr_ratio,
+            "schedule.end_lr",
+            self.end_lr,
+            f"cannot be combined with schedule.min_lr_ratio={self.min_lr_ratio}",
+            "keep one of the two",
         )
 
 
@@ -81,3 +94,23 @@ class PolynomialConfig(DecayConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.power > 0, "schedule.power", self.power, "must be positive", "2 is MLPerf's ResNet value")
+
+
+@dataclass(kw_only=True)
+class StepConfig(ScheduleConfig):
+    """times gamma at each of `epochs` (counted from the first step, warm-up included)."""
+
+    kind: str = "step"
+    epochs: list[float] = field(default_factory=lambda: [30.0, 60.0, 80.0])
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.epochs == sorted(self.epochs) and all(e > 0 for e in self.epochs),
+            "schedule.epochs",
+            self.epochs,
+            "must be positive and rising",
+            "e.g. [30,60,80]",
+        )
+        require(0 < self.gamma <= 1, "schedule.gamma", self.gamma, "must be in (0, 1]", "0.1 is usual")

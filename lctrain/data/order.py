@@ -32,15 +32,22 @@ class SampleOrder:
 
     def step_indices(self, step: int) -> np.ndarray:
         """The samples of `step` (from 0), [global_batch_size] int64; EMPTY past the limit."""
-        start = step * self.global_batch_size
-        places = np.arange(start, start + self.global_batch_size, dtype=np.int64)
+        places = self._places(step)
         indices = np.full(len(places), EMPTY, np.int64)
-        live = len(places) if self.limit is None else min(max(self.limit - start, 0), len(places))
+        live = len(places) if self.limit is None else int((places < self.limit).sum())
         epochs, within = np.divmod(places[:live], self.size)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
             indices[:live][chosen] = _permutation(self.size, self.seed, epoch)[within[chosen]]
         return indices
+
+    def step_epochs(self, step: int) -> np.ndarray:
+        """The pass over the data (from 0) that each place of `step` belongs to, [global_batch_size] int64."""
+        return self._places(step) // self.size
+
+    def before(self, step: int, epochs: float) -> np.ndarray:
+        """Which places of `step` come before so many passes over the data end, [global_batch_size] bool."""
+        return self._places(step) < self.samples_in(epochs)
 
     def samples_in(self, max_epochs: float) -> int:
         """Samples in so many epochs, rounded up: the limit of a run of that length."""
@@ -54,6 +61,10 @@ class SampleOrder:
         """Passes over the data before `step` begins."""
         seen = step * self.global_batch_size
         return (seen if self.limit is None else min(seen, self.limit)) / self.size
+
+    def _places(self, step: int) -> np.ndarray:
+        start = step * self.global_batch_size
+        return np.arange(start, start + self.global_batch_size, dtype=np.int64)
 
 
 @lru_cache(maxsize=2)  # the current epoch and the next one, which a step may reach into

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from lctrain.config.data import DataConfig, RecordsConfig
+from lctrain.config.data import DocumentsConfig, RecordsConfig
 from lctrain.data.cache import build_once
 from lctrain.data.plan import Part, load_plan
 from lctrain.data.prepared import PreparedData
@@ -29,7 +29,7 @@ META = "meta.json"
 
 
 def prepare(
-    cfg: DataConfig,
+    cfg: DocumentsConfig,
     *,
     model_path: str | None,
     vocab_size: int | None,
@@ -73,7 +73,7 @@ def prepare(
 
 
 def open_prepared(
-    cfg: DataConfig,
+    cfg: DocumentsConfig,
     *,
     model_path: str | None,
     key: str,
@@ -85,13 +85,13 @@ def open_prepared(
     return _open(Path(cfg.cache_dir).expanduser() / key, cfg, part=_part(cfg, split), tokenizer=tokenizer)
 
 
-def _part(cfg: DataConfig, split: str) -> Part:
+def _part(cfg: DocumentsConfig, split: str) -> Part:
     if not cfg.held_out:
         return Part.whole
     return Part.held if split == "eval" else Part.train
 
 
-def _key(cfg: DataConfig, source: Source, tokenizer: TextTokenizer) -> str:
+def _key(cfg: DocumentsConfig, source: Source, tokenizer: TextTokenizer) -> str:
     fields = [cfg.text_field, cfg.messages_field] if isinstance(cfg, RecordsConfig) else []
     try:
         content = source.digest()
@@ -101,7 +101,7 @@ def _key(cfg: DataConfig, source: Source, tokenizer: TextTokenizer) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _build(folder: Path, *, cfg: DataConfig, source: Source, tokenizer: TextTokenizer) -> None:
+def _build(folder: Path, *, cfg: DocumentsConfig, source: Source, tokenizer: TextTokenizer) -> None:
     """Fill a cache folder: tokens-N.arrow and META."""
     scratch = folder / "scratch"
     scratch.mkdir()
@@ -126,7 +126,7 @@ def _build(folder: Path, *, cfg: DataConfig, source: Source, tokenizer: TextToke
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
-def _open(folder: Path, cfg: DataConfig, *, part: Part, tokenizer: TextTokenizer) -> PreparedData:
+def _open(folder: Path, cfg: DocumentsConfig, *, part: Part, tokenizer: TextTokenizer) -> PreparedData:
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
     table = TokenTable(_token_files(folder))
     plan = load_plan(folder, table, part=part, held_out=cfg.held_out, max_length=cfg.max_length, packing=cfg.packing)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lctrain.config.data import DataConfig, HubConfig, JsonlConfig, ParquetConfig, RecordsConfig, TextConfig
+from lctrain.config.data import DocumentsConfig, HubConfig, JsonlConfig, ParquetConfig, RecordsConfig, TextConfig
 from lctrain.data.records import BadRecord, Content, read_record
 from lctrain.errors import DataError
 
@@ -184,7 +184,7 @@ class ParquetSource(RecordSource):
         return f"{shard[0]}:{shard[2] + index + 1}"
 
 
-def open_source(cfg: DataConfig, *, field: str = "data.path", path: str | None) -> Source:
+def open_source(cfg: DocumentsConfig, *, field: str = "data.path", path: str | None) -> Source:
     """The source that `path`, the value of `field`, names. Raises DataError: missing, empty, unreadable."""
     if path is None:
         raise DataError(f"{field} is not set; give it the folder, file or data set with the documents")

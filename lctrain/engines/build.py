@@ -15,9 +15,9 @@ from lctrain.config.resolve import Resolved
 from lctrain.engines.base import Engine
 from lctrain.engines.native import NativeEngine
 from lctrain.errors import ConfigError
-from lctrain.optim.build import build_optimizer
-from lctrain.optim.groups import split_groups
+from lctrain.optim.build import build_optimizer, optimizer_groups
 from lctrain.optim.loss_scale import LossScale
+from lctrain.optim.schedule import peak_lr
 from lctrain.runtime.mesh import Mesh
 
 
@@ -52,14 +52,22 @@ def give_memory(
 
 
 def build_engine(
-    module: nn.Module, resolved: Resolved, mesh: Mesh, *, compute_dtype: torch.dtype, report: Callable[[str], None]
+    module: nn.Module,
+    resolved: Resolved,
+    mesh: Mesh,
+    *,
+    autocast_dtype: torch.dtype | None,
+    report: Callable[[str], None],
 ) -> Engine:
-    """The engine around a module that is laid out and has its first weights."""
+    """The engine around a module that is laid out and has its first weights.
+
+    autocast_dtype: what to compute in where the layout does not see to precision; None leaves dtypes alone.
+    """
     config = resolved.config
-    groups = split_groups(module, config.optim.weight_decay)
+    groups = optimizer_groups(config.optim, module)
     for group in groups:
         report(f"optimizer group {group.describe()}")
-    optimizer = build_optimizer(config.optim, groups)
+    optimizer = build_optimizer(config.optim, groups, peak_lr=peak_lr(config.optim, config.train.global_batch_size))
     if isinstance(config.parallel, ZeroConfig):
         from lctrain.engines.deepspeed import DeepSpeedEngine
 
@@ -71,7 +79,7 @@ def build_engine(
         optimizer,
         parallel=config.parallel,
         mesh=mesh,
-        compute_dtype=compute_dtype,
+        autocast_dtype=autocast_dtype,
         scale=LossScale(config.precision),
         max_grad_norm=config.train.max_grad_norm,
     )

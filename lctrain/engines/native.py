@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lctrain.config.parallel import DdpConfig, ParallelConfig
+from lctrain.config.parallel import DdpConfig, GradientDtype, ParallelConfig
 from lctrain.engines.base import StepResult
 from lctrain.engines.sharded_state import read, write
 from lctrain.optim.loss_scale import LossScale
@@ -28,7 +28,11 @@ from lctrain.runtime.mesh import Mesh
 
 
 class NativeEngine:
-    """Runs forward, backward and update of one module under torch's layouts."""
+    """Runs forward, backward and update of one module under torch's layouts.
+
+    autocast_dtype: compute in it where the layout does not see to precision itself; None leaves dtypes alone.
+    companions: further tensors that belong in a checkpoint, by name.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class NativeEngine:
         *,
         parallel: ParallelConfig,
         mesh: Mesh,
-        compute_dtype: torch.dtype,
+        autocast_dtype: torch.dtype | None,
         scale: LossScale,
         max_grad_norm: float | None,
     ) -> None:
@@ -45,9 +49,9 @@ class NativeEngine:
         self.optimizer = optimizer
         self.scale = scale
         self._max_grad_norm = max_grad_norm
-        self._sharded = isinstance(module, FSDPModule)
         self._device_type = mesh.device.type
-        self._compute_dtype = compute_dtype
+        self._autocast_dtype = autocast_dtype
+        self.companions: dict[str, torch.Tensor] = {}
         self.model: nn.Module = _ddp(module, parallel, mesh) if isinstance(parallel, DdpConfig) else module
 
     @contextmanager
@@ -68,9 +72,9 @@ class NativeEngine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision where FSDP2's policy does not provide it."""
-        if self._sharded or self._compute_dtype is torch.float32:
+        if self._autocast_dtype in (None, torch.float32):
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._compute_dtype)
+        return torch.autocast(self._device_type, dtype=self._autocast_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a share of the global mean."""
@@ -111,11 +115,11 @@ class NativeEngine:
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards; nothing is gathered."""
-        write(folder, self.module, self.optimizer)
+        write(folder, self.module, self.optimizer, self.companions)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read this rank's shards in place."""
-        read(folder, self.module, self.optimizer if optimizer else None)
+        read(folder, self.module, self.optimizer if optimizer else None, self.companions)
 
     def _clip_factor(self, grad_norm: float) -> float:
         if self._max_grad_norm is None or grad_norm <= self._max_grad_norm:
@@ -137,8 +141,17 @@ def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _sum_bucket_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: sum in `dtype` and give back what the bucket holds (axis: all ranks)."""
+    whole = bucket.buffer()
+    work = dist.all_reduce(whole.to(dtype), async_op=True)
+    # Into the bucket itself, whose views the gradients are.
+    return work.get_future().then(lambda future: whole.copy_(future.value()[0]))
+
+
 # DDP compares annotations with types, and this file's are strings.
-_sum_bucket.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+for _hook in (_sum_bucket, _sum_bucket_in):
+    _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 def _ddp(module: nn.Module, parallel: DdpConfig, mesh: Mesh) -> DistributedDataParallel:
@@ -152,8 +165,15 @@ def _ddp(module: nn.Module, parallel: DdpConfig, mesh: Mesh) -> DistributedDataP
             device_ids=device_ids,
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,
+            static_graph=parallel.static_graph,
             init_sync=False,
             broadcast_buffers=False,
         )
-    model.register_comm_hook(None, _sum_bucket)
+    match parallel.compress:
+        case GradientDtype.fp32:
+            model.register_comm_hook(None, _sum_bucket)
+        case GradientDtype.bf16:
+            model.register_comm_hook(torch.bfloat16, _sum_bucket_in)
+        case GradientDtype.fp16:
+            model.register_comm_hook(torch.float16, _sum_bucket_in)
     return model

@@ -53,10 +53,12 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write this rank's shards of the model and the optimizer. A collective over all ranks."""
+def write(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, companions: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write this rank's shards of the model, the optimizer and `companions`. A collective over all ranks."""
     state = model_tensors(module)
-    write_tensors(folder, state | optimizer_tensors(module, optimizer))
+    write_tensors(folder, state | optimizer_tensors(module, optimizer) | (companions or {}))
 
 
 def write_tensors(folder: Path, state: dict[str, torch.Tensor]) -> None:
@@ -64,12 +66,18 @@ def write_tensors(folder: Path, state: dict[str, torch.Tensor]) -> None:
     save(state, storage_writer=FileSystemWriter(folder, sync_files=True))
 
 
-def read(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read into `module`, and into `optimizer` when given. A collective over all ranks.
+def read(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    companions: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Read into `module` and `companions`, and into `optimizer` when given. A collective over all ranks.
 
     Raises CheckpointError when tensors are missing or have another shape.
     """
     state: dict[str, torch.Tensor] = model_tensors(module)
+    state |= companions or {}
     if optimizer is not None:
         state |= _empty_optimizer_state(stored_keys(folder), module, optimizer)
     read_tensors(folder, state)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lctrain.config.model import ModelConfig, ModelInit
+from lctrain.config.model import CausalLMConfig, ModelInit
 from lctrain.errors import LctrainError, ModelError
 from lctrain.models.causal_lm import CausalLM, build_meta, decoder_layers
 from lctrain.models.lora import add_lora, init_lora
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    config: ModelConfig,
+    config: CausalLMConfig,
     hf_config: PreTrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
@@ -41,7 +41,7 @@ def build_model(
     return model
 
 
-def set_first_weights(model: CausalLM, config: ModelConfig, *, seed: int) -> str | None:
+def set_first_weights(model: CausalLM, config: CausalLMConfig, *, seed: int) -> str | None:
     """Pretrained or random weights (and fresh adapters) for a materialized model, whatever its layout.
 
     Returns the hash of random weights, which must be equal on every rank, or None. Raises ModelError.

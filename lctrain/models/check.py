@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lctrain.config.model import ModelConfig
+from lctrain.config.model import CausalLMConfig
 from lctrain.errors import ConfigError, ModelError
 from lctrain.models.rope import apply_rope, check_positions
 
@@ -25,7 +25,7 @@ _NOT_OURS = re.compile(r"classifier|summary|lora")
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "torch_dtype", "dtype"}
 
 
-def read_config(cfg: ModelConfig, *, max_length: int) -> PreTrainedConfig:
+def read_config(cfg: CausalLMConfig, *, max_length: int) -> PreTrainedConfig:
     """The model's Hugging Face config, with RoPE extended as asked, ready to build from.
 
     max_length: tokens of the longest sequence. Raises ConfigError for a field of ours and ModelError for a
@@ -38,7 +38,7 @@ def read_config(cfg: ModelConfig, *, max_length: int) -> PreTrainedConfig:
     return config
 
 
-def _from_folder(cfg: ModelConfig) -> PreTrainedConfig:
+def _from_folder(cfg: CausalLMConfig) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,3 +36,9 @@ class Objective(Protocol):
 
     def loss_sum(self, model: Any, batch: Any) -> torch.Tensor:
         """Sum of this rank's losses, fp32 scalar [], connected to the graph even when nothing counts."""
+
+    def eval_sums(self, model: Any, batch: Any) -> torch.Tensor:
+        """[K] sums over this rank's part of a validation batch."""
+
+    def eval_metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """What a validation reports, from those sums over all ranks and batches, and the count of the whole."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lctrain.objectives.base import Work
@@ -37,3 +38,12 @@ class CausalLMObjective:
     def loss_sum(self, model: Any, batch: TextBatch) -> torch.Tensor:
         """Cross entropy summed over this rank's tokens."""
         return model(batch.input_ids, batch.position_ids, batch.labels, batch.documents)
+
+    def eval_sums(self, model: Any, batch: TextBatch) -> torch.Tensor:
+        """[1]: cross entropy."""
+        return self.loss_sum(model, batch).double()[None]
+
+    def eval_metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Mean loss and perplexity."""
+        loss = sums[0] / max(count, 1.0)
+        return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf}

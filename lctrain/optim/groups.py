@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Named parameters that share a weight decay."""
+    """Named parameters that share a weight decay. layerwise: they are weights, which LARS gives a rate each."""
 
     label: str
     weight_decay: float
     named: tuple[tuple[str, nn.Parameter], ...]
+    layerwise: bool
 
     def describe(self) -> str:
         """One line for the log: how many tensors and numbers, and their decay."""
@@ -25,8 +26,8 @@ class Group:
         return f"{self.label}: {len(self.named)} tensors, {size:,} parameters, weight decay {self.weight_decay:g}"
 
 
-def split_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Weights of two dimensions or more decay; norms' and biases do not.
+def split_groups(model: nn.Module, weight_decay: float, *, decay_all: bool = False) -> list[Group]:
+    """Weights of two dimensions or more decay; norms' and biases do not, unless decay_all.
 
     Norms are told by module type as well as by shape, so that a norm with a matrix weight is caught.
     """
@@ -35,7 +36,10 @@ def split_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     decay = tuple((n, p) for n, p in named if len(full_shape(p)) >= 2 and id(p) not in no_decay_ids)
     chosen = {n for n, _ in decay}
     rest = tuple((n, p) for n, p in named if n not in chosen)
-    groups = [Group("decayed", weight_decay, decay), Group("norms and biases", 0.0, rest)]
+    groups = [
+        Group("weights" if decay_all else "decayed", weight_decay, decay, layerwise=True),
+        Group("norms and biases", weight_decay if decay_all else 0.0, rest, layerwise=False),
+    ]
     return [g for g in groups if g.named]
 
 

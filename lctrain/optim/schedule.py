@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from lctrain.config.optim import OptimConfig
 from lctrain.config.schedule import (
     ConstantConfig,
     CosineConfig,
@@ -11,28 +12,54 @@ from lctrain.config.schedule import (
     LinearConfig,
     PolynomialConfig,
     ScheduleConfig,
+    StepConfig,
 )
 
 
-def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
+def peak_lr(config: OptimConfig, global_batch_size: int) -> float:
+    """The rate after warm-up: optim.lr, or scaled linearly with the batch (Goyal et al. 2017, arXiv:1706.02677)."""
+    if config.base_lr_per is None:
+        return config.lr
+    return config.lr * global_batch_size / config.base_lr_per
+
+
+def describe_peak(config: OptimConfig, global_batch_size: int) -> str:
+    """How peak_lr came about, for the log."""
+    peak = peak_lr(config, global_batch_size)
+    if config.base_lr_per is None:
+        return f"learning rate: peak {peak:g} (optim.lr)"
+    return (
+        f"learning rate: peak {peak:g} = optim.lr {config.lr:g} x batch {global_batch_size:,} / {config.base_lr_per:,}"
+    )
+
+
+def lr_factor(
+    config: ScheduleConfig, step: int, total_steps: int, *, steps_per_epoch: float = 1.0, peak: float = 1.0
+) -> float:
     """Factor on the peak rate for the update that `step` (counted from 0) makes.
 
     Warm-up is linear over W steps, reaching 1 on step W - 1; the decay starts from 1 on step W and would
-    reach min_lr_ratio on the step after the last, so that no step is spent at a rate of zero.
+    reach its floor on the step after the last, so that no step is spent at a rate of zero.
+    steps_per_epoch: for what is given in epochs. peak: the peak rate, for a floor given as a rate.
     """
-    warmup = warmup_steps(config, total_steps)
+    warmup = warmup_steps(config, total_steps, steps_per_epoch=steps_per_epoch)
     if step < warmup:
         return (step + 1) / warmup
-    if isinstance(config, ConstantConfig):
-        return 1.0
+    match config:
+        case ConstantConfig():
+            return 1.0
+        case StepConfig():
+            return config.gamma ** sum(step >= round(epoch * steps_per_epoch) for epoch in config.epochs)
     assert isinstance(config, DecayConfig)
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    floor = config.min_lr_ratio
+    floor = config.min_lr_ratio if config.end_lr is None else config.end_lr / peak
     return floor + (1.0 - floor) * _decay(config, progress)
 
 
-def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Warm-up in steps, from either field."""
+def warmup_steps(config: ScheduleConfig, total_steps: int, *, steps_per_epoch: float = 1.0) -> int:
+    """Warm-up in steps, from whichever field is given."""
+    if config.warmup_epochs:
+        return round(config.warmup_epochs * steps_per_epoch)
     return config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
 
 

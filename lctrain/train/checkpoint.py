@@ -17,7 +17,7 @@ from typing import Any
 from lctrain.errors import CheckpointError
 
 STATE_FILE = "state.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -39,10 +39,12 @@ class TrainState:
 class Identity:
     """What must agree between a checkpoint and the run that continues it.
 
-    model: the architecture, as a mapping. global_batch_size, seed, data: they fix the sample order.
+    model: the architecture, as a mapping. optimizer: what its state means. global_batch_size, seed, data: they fix
+    the sample order.
     """
 
     model: dict[str, Any]
+    optimizer: dict[str, str]
     global_batch_size: int
     seed: int
     data: str
@@ -57,6 +59,13 @@ class Identity:
                 f"{folder} is a checkpoint of another model ({what}); continue with the same model, "
                 "or start without checkpoint.resume"
             )
+        for name in sorted(saved["optimizer"].keys() | self.optimizer.keys()):
+            there, here = saved["optimizer"].get(name), self.optimizer.get(name)
+            if there != here:
+                raise CheckpointError(
+                    f"{name}={here} but {folder} was trained with {name}={there}, and the optimizer's state means "
+                    "something else there; set it back, or export the checkpoint and start a new run from it"
+                )
         for name, key in (("train.global_batch_size", "global_batch_size"), ("seed", "seed")):
             if saved[key] != getattr(self, key):
                 raise CheckpointError(

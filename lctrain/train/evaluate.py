@@ -1,8 +1,7 @@
-"""Loss on held-out data: every sequence once on any number of ranks, under the training layout."""
+"""Held-out data: every sample once on any number of ranks, under the training layout."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +13,11 @@ from lctrain.runtime.mesh import Mesh
 
 
 def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
-    """Mean loss and perplexity over `batches`, this data rank's share. A collective over all ranks.
+    """The objective's metrics over `batches`, this data rank's share. A collective over all ranks.
 
-    Every data rank must bring equally many batches (empty ones where the data run out).
+    Every data rank must bring equally many batches (empty ones where the data run out), and at least one.
     """
-    total = torch.zeros((), device=mesh.device.torch_device, dtype=torch.float64)
+    totals: torch.Tensor | None = None
     count = units = 0.0
     training = engine.module.training
     engine.module.eval()
@@ -27,12 +26,10 @@ def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh:
         for batch in batches:
             work = objective.work(batch)
             count, units = count + work.count, units + work.units
-            total += objective.loss_sum(engine.module, objective.shard(batch))
+            sums = objective.eval_sums(engine.module, objective.shard(batch))
+            totals = sums if totals is None else totals + sums
     engine.module.train(training)
+    assert totals is not None, "no batches to evaluate"
     (count, units), _ = mesh.sum_over_data([count, units])
-    loss = float(mesh.sum_losses(total)) / max(count, 1.0)
-    return {
-        "eval_loss": loss,
-        "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
-        f"eval_{objective.unit}": units,
-    }
+    metrics = objective.eval_metrics(mesh.sum_losses(totals).tolist(), count)
+    return metrics | {f"eval_{objective.unit}": units}

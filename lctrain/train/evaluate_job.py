@@ -6,11 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-from lctrain.errors import EXIT_OK, CheckpointError
-from lctrain.models.signature import signature
+from lctrain.config.model import CausalLMConfig, ImageModelConfig
+from lctrain.errors import EXIT_OK, CheckpointError, ConfigError
 from lctrain.train.checkpoint import find, read_state
-from lctrain.train.evaluate import evaluate
-from lctrain.train.language import build_language
+from lctrain.train.regime import build_job
 from lctrain.train.run_dir import RunDir, default_run_dir, json_ready
 from lctrain.train.session import Session, versions
 
@@ -20,18 +19,19 @@ def rank_main(session: Session) -> int:
     run_dir = RunDir(Path(session.share("run_dir", partial(_choose_run_dir, session))))
     checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir))
     data = session.prepare(("eval",))["eval"]
-    assert data is not None
+    if data is None:
+        raise ConfigError("data.source holds no validation images; give data.eval_source=PATH")
     session.describe()
     mesh = session.connect()
-    language = build_language(session, mesh, init_weights=not checkpoint)
+    job = build_job(session, mesh, data, init_weights=not checkpoint)
     step = 0
     if checkpoint:
         state, record = read_state(Path(checkpoint))
         step = state.step
-        _check_model(record["model"], signature(language.hf_config, session.config.model.lora), checkpoint)
-        language.engine.load(Path(checkpoint), optimizer=False)
-    session.log(f"evaluating {checkpoint or session.config.model.path or 'random weights'}")
-    metrics = evaluate(language.engine, language.objective, language.eval_batches(data), mesh)
+        _check_model(record["model"], session.input.signature(data), checkpoint)
+        job.engine.load(Path(checkpoint), optimizer=False)
+    session.log(f"evaluating {checkpoint or _first_weights(session) or 'random weights'}")
+    metrics = job.evaluate(data, while_training=False)
     session.log("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
     if session.ranks.is_main:
         _write(session, run_dir, checkpoint, step, metrics, mesh.sizes.world)
@@ -41,6 +41,12 @@ def rank_main(session: Session) -> int:
 def _choose_run_dir(session: Session) -> str:
     config = session.config
     return str(Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe))
+
+
+def _first_weights(session: Session) -> str | None:
+    """Where weights come from without a checkpoint."""
+    model = session.config.model
+    return model.path if isinstance(model, CausalLMConfig | ImageModelConfig) else None
 
 
 def _find_checkpoint(session: Session, run_dir: RunDir) -> str:
@@ -77,7 +83,7 @@ def _write(
         "world_size": world,
         "device": session.device.name,
         "checkpoint": checkpoint or None,
-        "model": session.config.model.path,
+        "model": _first_weights(session),
         "metrics": metrics,
         "versions": versions(),
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from lctrain.config.parallel import FsdpConfig
 from lctrain.data.loader import TextLoader, eval_batches
 from lctrain.data.order import SampleOrder
 from lctrain.data.prepared import PreparedData
@@ -26,7 +25,11 @@ from lctrain.ops.text_batch import TextBatch
 from lctrain.parallel.apply import apply_layout, attention_for
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import weights_seed
+from lctrain.train.callbacks.base import Callback
+from lctrain.train.evaluate import evaluate
+from lctrain.train.language_input import build_meta, read_model
 from lctrain.train.session import Session
+from lctrain.train.weights import same_everywhere
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,21 @@ class Language:
     objective: CausalLMObjective
     router: AttentionRouter
 
-    def check_attention_ran(self) -> None:
+    def callbacks(self, run_dir: Path, data: object, order: SampleOrder) -> list[Callback]:
+        """Nothing beyond what every regime has."""
+        return []
+
+    def evaluate(self, data: PreparedData, *, while_training: bool) -> dict[str, float]:
+        """Loss and perplexity. A collective over all ranks."""
+        return evaluate(self.engine, self.objective, self.eval_batches(data), self.mesh)
+
+    def step_done(self, step: int) -> None:
+        """Nothing follows a step."""
+
+    def before_save(self) -> None:
+        """Nothing precedes a checkpoint."""
+
+    def first_step_done(self) -> None:
         """The layout's attention must have run in every layer: a library that swaps it would split documents.
 
         Raises RuntimeError.
@@ -85,11 +102,12 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     Raises ModelError or ConfigError; RuntimeError when ranks end up with different weights.
     """
     config, log = session.config, session.log
-    hf_config = session.read_model()
-    model = session.build_meta(hf_config)
-    kernel = select_kernel(config.model.attention, device_type=mesh.device.type, dtype=session.compute_dtype)
+    hf_config = read_model(session)
+    model = build_meta(session, hf_config)
+    asked = config.language_model.attention
+    kernel = select_kernel(asked, device_type=mesh.device.type, dtype=session.compute_dtype)
     router = model.route_attention(attention_for(kernel, config.parallel, mesh))
-    log(f"attention: {kernel.name} ({'asked for' if config.model.attention.name != 'auto' else 'chosen'})")
+    log(f"attention: {kernel.name} ({'asked for' if asked.name != 'auto' else 'chosen'})")
     apply_layout(
         model,
         decoder_layers(model),
@@ -101,24 +119,17 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     give_memory(model, session.resolved, mesh, session.compute_dtype, materialize_empty)
     verify_inv_freq(model, hf_config)
     # A checkpoint of adapters is not the whole model: what it adapts must be there first.
-    if init_weights or config.model.lora.rank is not None:
+    if init_weights or config.language_model.lora.rank is not None:
         _init(session, model)
-    engine = build_engine(model, session.resolved, mesh, compute_dtype=session.compute_dtype, report=log)
+    # FSDP2's policy casts by itself.
+    autocast_dtype = None if isinstance(config.parallel, FsdpConfig) else session.compute_dtype
+    engine = build_engine(model, session.resolved, mesh, autocast_dtype=autocast_dtype, report=log)
     objective = CausalLMObjective(mesh, partial(causal_flops, model))
     return Language(session, mesh, model, hf_config, engine, objective, router)
 
 
 def _init(session: Session, model: CausalLM) -> None:
-    digest = set_first_weights(model, session.config.model, seed=weights_seed(session.config.seed))
+    digest = set_first_weights(model, session.config.language_model, seed=weights_seed(session.config.seed))
     if digest is not None:
-        _same_everywhere(digest)
+        same_everywhere(digest)
         session.log(f"weights: random from seed {session.config.seed}, equal on every rank ({digest[:12]})")
-
-
-def _same_everywhere(digest: str) -> None:
-    """Compare a hash over all ranks with one collective (axes: all)."""
-    number = torch.tensor(int(digest[:12], 16), dtype=torch.float64)  # 48 bits are exact in a double
-    both = torch.stack([number, -number])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    if both[0] != -both[1]:
-        raise RuntimeError("ranks drew different random weights; their torch or transformers versions differ")

@@ -56,7 +56,7 @@ def state_bytes(resolved: Resolved, counts: ModelCounts, compute_bytes: int) -> 
         if isinstance(parallel, FsdpConfig) and parallel.offload_params:
             device, host = 0.0, device
     if resolved.config.memory.recompute is Recompute.offload:
-        train, length = resolved.config.train, resolved.config.data.max_length
+        train, length = resolved.config.train, resolved.config.documents.max_length
         tokens = train.micro_batch_size * length / (sizes.sp * sizes.cp * sizes.tp)
         host += counts.layers * tokens * counts.width * compute_bytes
     return StateBytes(device, host)

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
-from lctrain.config.data import DataConfig
-from lctrain.config.model import ModelInit
 from lctrain.config.precision import Bf16Config, Fp16Config
 from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
-from lctrain.data.prepare import open_prepared, prepare
-from lctrain.data.prepared import PreparedData
-from lctrain.data.tokenizer import check_fits, load_tokenizer
 from lctrain.engines.build import check_engine
 from lctrain.errors import DeviceError
-from lctrain.models.build import build_model
-from lctrain.models.causal_lm import CausalLM, decoder_layers
-from lctrain.models.check import read_config
-from lctrain.models.pretrained_files import check_pretrained
-from lctrain.ops.attention.select import select_kernel
 from lctrain.runtime.device import Accelerator, choose, host_memory_bytes
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.process import Ranks, start_groups
+from lctrain.train.callbacks.build import check_packages
 from lctrain.train.gate import first_on_node, share
 from lctrain.train.log import Log
 from lctrain.train.memory_check import ModelCounts, check_memory
+from lctrain.train.regime import Input, input_of
 from lctrain.train.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -47,11 +41,10 @@ class Session:
     stop: StopFlag
 
     def __post_init__(self) -> None:
+        self.began = time.time()
         self.resolved: Resolved = resolve(
             self.config, world_size=self.ranks.world_size, launcher=self.ranks.launcher or "lctrain"
         )
-        # What transformers warns about is either refused here by name or chosen on purpose.
-        transformers.logging.set_verbosity_error()
         self.log = Log(speaks=self.ranks.is_main)
         self.device: Accelerator = choose(self.config.device, self.ranks.local_rank, self.ranks.local_world_size)
 
@@ -65,38 +58,21 @@ class Session:
                 return torch.float16
         return torch.float32
 
-    def read_model(self) -> Any:
-        """The transformers config the job builds, checked. Raises ConfigError or ModelError."""
-        return read_config(self.config.model, max_length=self.config.data.max_length)
-
-    def build_meta(self, hf_config: Any) -> CausalLM:
-        """The model on meta. Raises ModelError when its own code refuses the configuration."""
-        return build_model(self.config.model, hf_config, loss_chunk_mb=self.config.memory.loss_chunk_mb)
+    @cached_property
+    def input(self) -> Input:
+        """What is special to this session's regime."""
+        return input_of(self)
 
     def check(self) -> None:
         """Everything that can be refused without weights, data or other ranks."""
         if isinstance(self.config.precision, Bf16Config) and not self.device.supports_bf16():
             raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16; use precision=fp16")
         check_engine(self.resolved)
-        hf_config = self.read_model()
-        model = self.config.model
-        check_fits(
-            load_tokenizer(self.config.data.tokenizer, model.path, trust_remote_code=model.trust_remote_code),
-            hf_config.vocab_size,
-        )
-        select_kernel(model.attention, device_type=self.device.type, dtype=self.compute_dtype)
-        if self.config.model.init is ModelInit.pretrained:
-            assert self.config.model.path is not None
-            check_pretrained(self.config.model.path)
-        self._check_memory(self.build_meta(hf_config))
+        check_packages(self.config.logging)
+        self.input.check()
 
-    def _check_memory(self, model: CausalLM) -> None:
-        counts = ModelCounts(
-            parameters=sum(p.numel() for p in model.parameters()),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            layers=len(decoder_layers(model)),
-            width=model.model.config.get_text_config().hidden_size,
-        )
+    def check_memory(self, counts: ModelCounts) -> None:
+        """Raise DeviceError when the state of a model of `counts` does not fit here."""
         check_memory(
             self.resolved,
             counts,
@@ -108,17 +84,18 @@ class Session:
             ranks_here=self.ranks.local_world_size,
         )
 
-    def prepare(self, splits: tuple[str, ...]) -> dict[str, PreparedData | None]:
-        """Check, then tokenise on the node's first rank while the others wait; then open on every rank.
+    def prepare(self, splits: tuple[str, ...]) -> dict[str, Any]:
+        """Check, then prepare on the node's first rank while the others wait; then open on every rank.
 
-        Raises what `check` and data.prepare raise, on the first rank; PeerFailed on the others.
+        Gives a split or None for each name. Raises what `check` and the regime's prepare raise, on the first rank;
+        PeerFailed on the others.
         """
         keys: dict[str, str] = {}
 
         def first() -> str:
             self.check()
             for split in splits:
-                prepared = self._prepare(split)
+                prepared = self.input.prepare(split)
                 keys[split] = prepared.key if prepared else ""
             return ",".join(keys[s] for s in splits)
 
@@ -126,28 +103,9 @@ class Session:
             self.ranks, self.store, "prepared", first, lambda text: text, self.config.launch.prepare_timeout_s
         )
         return {
-            split: self._open(key, split) if key else None for split, key in zip(splits, note.split(","), strict=True)
+            split: self.input.open(key, split) if key else None
+            for split, key in zip(splits, note.split(","), strict=True)
         }
-
-    def _open(self, key: str, split: str) -> PreparedData:
-        return open_prepared(
-            self.config.data,
-            model_path=self.config.model.path,
-            key=key,
-            split=split,  # type: ignore[arg-type]
-            trust_remote_code=self.config.model.trust_remote_code,
-        )
-
-    def _prepare(self, split: str) -> PreparedData | None:
-        data: DataConfig = self.config.data
-        return prepare(
-            data,
-            model_path=self.config.model.path,
-            vocab_size=self.read_model().vocab_size,
-            split=split,  # type: ignore[arg-type]
-            trust_remote_code=self.config.model.trust_remote_code,
-            report=self.log,
-        )
 
     def share(self, name: str, make: Callable[[], str]) -> str:
         """A string made by rank 0, on every rank."""
@@ -168,9 +126,11 @@ class Session:
             f"{self.device.name}, precision {self.config.precision.kind}, started by {self.ranks.launcher or 'hand'}"
         )
         self.log(
-            f"batch: {train.global_batch_size} sequences of {self.config.data.max_length:,} tokens a step = "
-            f"{train.micro_batch_size} x {sizes.data} data ranks x {self.resolved.accumulation} micro-steps"
+            f"batch: {train.global_batch_size:,} {self.input.size} a step = {train.micro_batch_size} x {sizes.data} "
+            f"data ranks x {self.resolved.accumulation} micro-steps"
         )
+        for line in self.input.notes:
+            self.log(line)
         self.log(
             f"timeouts: collectives {self.config.launch.timeout_s} s, data preparation "
             f"{self.config.launch.prepare_timeout_s} s"
@@ -185,5 +145,5 @@ def versions() -> dict[str, str]:
         "lctrain": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }

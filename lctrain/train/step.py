@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from lctrain.objectives.base import Objective
 from lctrain.runtime.mesh import Mesh
 
 
-def forward_backward(engine: Engine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float) -> float:
+@dataclass(frozen=True)
+class StepLoss:
+    """mean: over the global batch. own: this rank's part of it times the number of ranks, so that ranks' mean is mean."""
+
+    mean: float
+    own: float
+
+
+def forward_backward(engine: Engine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float) -> StepLoss:
     """Accumulate the gradients of (sum of losses over the global batch) / count; returns that mean loss.
 
     micro: this data rank's micro-batches. count: over the whole global batch. A collective over all ranks.
@@ -23,4 +32,5 @@ def forward_backward(engine: Engine, objective: Objective, mesh: Mesh, micro: Se
             loss_sum = objective.loss_sum(engine.model, objective.shard(batch))
             engine.backward(loss_sum / count)
         total += loss_sum.detach()
-    return float(mesh.sum_losses(total)) / count
+    own = float(total) * mesh.sizes.world / mesh.sizes.tp
+    return StepLoss(mean=float(mesh.sum_losses(total)) / count, own=own / count)

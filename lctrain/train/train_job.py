@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lctrain.config.root import EvalConfig
 from lctrain.data.order import SampleOrder
-from lctrain.data.prepared import PreparedData
-from lctrain.errors import EXIT_OK, EXIT_PREEMPTED
-from lctrain.models.signature import signature
-from lctrain.optim.schedule import lr_factor
+from lctrain.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
+from lctrain.optim.build import optimizer_signature
+from lctrain.optim.schedule import describe_peak, lr_factor, peak_lr
 from lctrain.runtime.mesh import Mesh
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.callbacks.build import build_callbacks
 from lctrain.train.checkpoint import Identity, TrainState, find, read_state, save_checkpoint
-from lctrain.train.evaluate import evaluate
-from lctrain.train.language import Language, build_language
+from lctrain.train.regime import Job, Split, build_job
 from lctrain.train.run_dir import RunDir, check_free, default_run_dir
 from lctrain.train.session import Session, versions
 from lctrain.train.trainer import Limits, Trainer
@@ -27,28 +27,33 @@ def rank_main(session: Session) -> int:
     config = session.config
     run_dir = RunDir(Path(session.share("run_dir", partial(_choose_run_dir, session))))
     data = session.prepare(("train", "eval"))
-    train_data = data["train"]
-    assert train_data is not None
-    order, limits = _plan(session, train_data)
+    order, limits = _plan(session, data["train"])
     identity = Identity(
-        signature(session.read_model(), config.model.lora), order.global_batch_size, config.seed, train_data.fingerprint
+        model=session.input.signature(data["train"]),
+        optimizer=optimizer_signature(config.optim),
+        global_batch_size=order.global_batch_size,
+        seed=config.seed,
+        data=data["train"].fingerprint,
     )
     checkpoint = session.share("checkpoint", partial(_find_checkpoint, session, run_dir, identity))
     if session.ranks.is_main:
         run_dir.create(config)
         session.log.attach(run_dir.log)
     session.describe()
+    session.log(describe_peak(config.optim, order.global_batch_size))
     mesh = session.connect()
-    language = build_language(session, mesh, init_weights=not checkpoint)
-    state = _continue(session, language, run_dir, Path(checkpoint)) if checkpoint else TrainState()
-    callbacks = build_callbacks(config.logging, run_dir, session.log) if session.ranks.is_main else []
-    trainer = _trainer(session, language, run_dir, identity, data, order, limits, state, callbacks)
+    job = build_job(session, mesh, data["train"], init_weights=not checkpoint)
+    state = _continue(session, job, run_dir, Path(checkpoint)) if checkpoint else TrainState()
+    callbacks = build_callbacks(config, run_dir, session.log, rank=session.ranks.rank)
+    if session.ranks.is_main:
+        callbacks += job.callbacks(run_dir.path, data, order)
+    trainer = _trainer(session, mesh, job, run_dir, identity, data, order, limits, state, callbacks)
     status = "failed"
     try:
         status = trainer.fit()
     finally:
         for callback in callbacks:
-            callback.close()
+            callback.close(status)
         if session.ranks.is_main:
             run_dir.write_summary(_summary(session, mesh, trainer, status))
     session.log(f"{status} at step {trainer.state.step}: loss {trainer.state.last_loss}")
@@ -75,27 +80,33 @@ def _find_checkpoint(session: Session, run_dir: RunDir, identity: Identity) -> s
     return str(found or "")
 
 
-def _plan(session: Session, data: PreparedData) -> tuple[SampleOrder, Limits]:
+def _plan(session: Session, data: Split) -> tuple[SampleOrder, Limits]:
     """Steps from epochs and max_steps, by one function, and said."""
     config = session.config
     order = SampleOrder(size=len(data), seed=config.seed, global_batch_size=config.train.global_batch_size)
     total = config.train.max_steps
     if config.train.max_epochs is not None:
-        by_epochs = order.steps_for(config.train.max_epochs)
-        total = by_epochs if total is None else min(total, by_epochs)
         limit = order.samples_in(config.train.max_epochs)
-        order = SampleOrder(size=len(data), seed=config.seed, global_batch_size=order.global_batch_size, limit=limit)
+        keeps_last = session.input.keeps_last
+        by_epochs = order.steps_for(config.train.max_epochs) if keeps_last else limit // order.global_batch_size
+        if by_epochs == 0:
+            raise ConfigError(
+                f"train.global_batch_size={order.global_batch_size} is more than the {limit:,} {session.input.samples} "
+                f"of train.max_epochs={config.train.max_epochs:g}; lower it, or train longer"
+            )
+        total = by_epochs if total is None else min(total, by_epochs)
+        order = replace(order, limit=limit)
     assert total is not None
     per_epoch = len(data) / order.global_batch_size
-    session.log(f"steps: {total:,} of {per_epoch:,.2f} an epoch ({len(data):,} sequences)")
+    session.log(f"steps: {total:,} of {per_epoch:,.2f} an epoch ({len(data):,} {session.input.samples})")
     return order, Limits(total, config.train.max_skipped_steps, per_epoch)
 
 
-def _continue(session: Session, language: Language, run_dir: RunDir, folder: Path) -> TrainState:
+def _continue(session: Session, job: Job, run_dir: RunDir, folder: Path) -> TrainState:
     """Weights, optimizer and state of a checkpoint."""
     state, _ = read_state(folder)
-    language.engine.load(folder, optimizer=True)
-    language.engine.load_scale_state(state.loss_scale)
+    job.engine.load(folder, optimizer=True)
+    job.engine.load_scale_state(state.loss_scale)
     if session.ranks.is_main:
         run_dir.drop_metrics_after(state.step)
     session.log(f"continued from {folder}: step {state.step}")
@@ -104,20 +115,24 @@ def _continue(session: Session, language: Language, run_dir: RunDir, folder: Pat
 
 def _trainer(
     session: Session,
-    language: Language,
+    mesh: Mesh,
+    job: Job,
     run_dir: RunDir,
     identity: Identity,
-    data: dict[str, PreparedData | None],
+    data: dict[str, Any],
     order: SampleOrder,
     limits: Limits,
     state: TrainState,
     callbacks: list[Callback],
 ) -> Trainer:
-    config, mesh, engine = session.config, language.mesh, language.engine
-    train_data, eval_data = data["train"], data["eval"]
-    assert train_data is not None
+    config, engine, held_out = session.config, job.engine, data["eval"]
+    peak = peak_lr(config.optim, order.global_batch_size)
+    factor = partial(
+        lr_factor, config.schedule, total_steps=limits.total_steps, steps_per_epoch=limits.steps_per_epoch, peak=peak
+    )
 
     def save(current: TrainState) -> None:
+        job.before_save()
         save_checkpoint(
             run_dir.checkpoints,
             current,
@@ -130,24 +145,34 @@ def _trainer(
 
     return Trainer(
         engine=engine,
-        objective=language.objective,
-        batches=language.loader(train_data, order),
+        objective=job.objective,
+        batches=job.loader(data["train"], order),
         mesh=mesh,
         limits=limits,
-        lr_at=lambda step: config.optim.lr * lr_factor(config.schedule, step, limits.total_steps),
+        lr_at=lambda step: peak * factor(step),
         save=save,
-        evaluate=None
-        if eval_data is None
-        else lambda: evaluate(engine, language.objective, language.eval_batches(eval_data), mesh),
+        evaluate=None if held_out is None else partial(job.evaluate, held_out, while_training=True),
         stop=session.stop,
         seed=config.seed,
         save_steps=config.checkpoint.save_steps,
-        eval_steps=config.eval.every_steps,
+        eval_due=partial(eval_due, config.eval, limits.steps_per_epoch),
         save_at_end=config.checkpoint.save_at_end,
         callbacks=callbacks,
         state=state,
-        first_step_done=language.check_attention_ran,
+        first_step_done=job.first_step_done,
+        step_done=job.step_done,
     )
+
+
+def eval_due(config: EvalConfig, steps_per_epoch: float, step: int) -> bool:
+    """Whether to evaluate after `step` steps: on the first step that completes another every_epochs."""
+    if config.every_steps:
+        return step % config.every_steps == 0
+    if not config.every_epochs:
+        return False
+    every = config.every_epochs * steps_per_epoch
+    # A hair's breadth for epochs that are whole numbers of steps but not whole floats.
+    return int((step + 1e-6) / every) > int((step - 1 + 1e-6) / every)
 
 
 def _summary(session: Session, mesh: Mesh, trainer: Trainer, status: str) -> dict[str, Any]:

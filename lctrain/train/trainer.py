@@ -39,9 +39,9 @@ class Trainer:
     """Runs steps until the end or a stop request, calling callbacks and saving.
 
     lr_at: learning rate of a step. save: writes a checkpoint of the state (a collective).
-    evaluate: metrics on held-out data (a collective), or None. save_steps, eval_steps: 0 is off.
-    first_step_done: a check to run once, after this process's first step. throughput: units a second
-    over the steps after it.
+    evaluate: metrics on held-out data (a collective), or None; eval_due: whether to after so many steps, besides at
+    the end. save_steps: 0 is off. first_step_done: a check to run once, after this process's first step. step_done:
+    called with the number of steps after each. throughput: units a second over the steps after the first.
     """
 
     engine: Engine
@@ -55,11 +55,12 @@ class Trainer:
     stop: StopFlag
     seed: int
     save_steps: int = 0
-    eval_steps: int = 0
+    eval_due: Callable[[int], bool] = lambda step: False
     save_at_end: bool = True
     callbacks: Iterable[Callback] = ()
     state: TrainState = field(default_factory=TrainState)
     first_step_done: Callable[[], None] | None = None
+    step_done: Callable[[int], None] | None = None
     throughput: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -83,14 +84,14 @@ class Trainer:
             if step > first or self.limits.total_steps == first + 1:  # the first step also pays for warming up
                 seconds, units = seconds + record.step_time_s, units + record.units_per_s * record.step_time_s
                 self.throughput = units / seconds
-            if self.eval_steps and self.state.step % self.eval_steps == 0:
+            if self.eval_due(self.state.step):
                 self._evaluate()
             if self.save_steps and self.state.step % self.save_steps == 0:
                 self._save()
                 saved_at = self.state.step
             waiting_since = time.perf_counter()
         completed = self.state.step == self.limits.total_steps
-        if completed and not (self.eval_steps and self.state.step % self.eval_steps == 0):
+        if completed and not self.eval_due(self.state.step):
             self._evaluate()
         if saved_at != self.state.step and (self.save_at_end or not completed):
             self._save()
@@ -113,12 +114,15 @@ class Trainer:
         loss = forward_backward(self.engine, self.objective, self.mesh, micro, max(count, 1.0))
         lr = self.lr_at(step)
         result = self.engine.step(lr)
-        self._count(step, loss, units, skipped=result.skipped)
+        if self.step_done is not None and not result.skipped:
+            self.step_done(step + 1)
+        self._count(step, loss.mean, units, skipped=result.skipped)
         elapsed = time.perf_counter() - started + waited
         return StepRecord(
             step=self.state.step,
             epoch=self.state.step / self.limits.steps_per_epoch,
-            loss=loss,
+            loss=loss.mean,
+            own_loss=loss.own,
             grad_norm=result.grad_norm,
             lr=lr,
             unit=self.objective.unit,

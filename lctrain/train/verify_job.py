@@ -29,6 +29,7 @@ from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import weights_seed
 from lctrain.train.isolation import isolation_error
 from lctrain.train.language import build_language
+from lctrain.train.language_input import build_meta, read_model
 from lctrain.train.run_dir import RunDir, default_run_dir
 from lctrain.train.session import Session, versions
 from lctrain.train.step import forward_backward
@@ -85,10 +86,10 @@ def rank_main(session: Session) -> int:
 
 def _reference(session: Session, mesh: Mesh, data: PreparedData, order: SampleOrder) -> Reference:
     """The whole global batch on this rank alone."""
-    model = session.build_meta(session.read_model())
+    model = build_meta(session, read_model(session))
     model.route_attention(partial(attend_batch, ReferenceKernel()))
     materialize_empty(model, mesh.device.torch_device)
-    set_first_weights(model, session.config.model, seed=weights_seed(session.config.seed))
+    set_first_weights(model, session.config.language_model, seed=weights_seed(session.config.seed))
     batches = [batch_of(data, order.step_indices(0)[i : i + 1]) for i in range(order.global_batch_size)]
     count = max(1, sum(b.count for b in batches))
     result = Reference()
@@ -121,7 +122,7 @@ def _layout(
     calls, layers = language.router.calls, len(decoder_layers(language.model))
     checks = [
         Check(precision.kind, "attention calls", max(0.0, layers - calls), 0.0, f"{calls} calls in {layers} layers"),
-        _compare(precision.kind, "loss", loss, reference.loss, tolerance),
+        _compare(precision.kind, "loss", loss.mean, reference.loss, tolerance),
         _compare(precision.kind, "gradient norm", language.engine.grad_norm(), reference.grad_norm, tolerance),
     ]
     for name, grad in language.engine.gradients():
@@ -135,7 +136,7 @@ def _layout(
 
 def _length(session: Session, mesh: Mesh) -> int:
     multiple = mesh.sizes.length_multiple
-    return max(1, session.config.data.max_length // multiple) * multiple
+    return max(1, session.config.documents.max_length // multiple) * multiple
 
 
 def _compare(precision: str, name: str, got: float, expected: float, tolerance: float) -> Check:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lctrain.config.compose import compose_config
+from lctrain.config.data import DocumentsConfig
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, ConfigError
 from lctrain.launch.start import start
@@ -20,7 +21,7 @@ def run(command: Any) -> int:
     config = _config(command)
     if command.show_config:
         return show(config)
-    if not (config.data.held_out or config.data.eval_path):
+    if isinstance(config.data, DocumentsConfig) and not (config.data.held_out or config.data.eval_path):
         raise ConfigError(
             "nothing to evaluate on: data.held_out is 0 and data.eval_path is not set; give "
             "data.eval_path=PATH, or the data.held_out the run was trained with"

@@ -85,15 +85,15 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
 
     config = load(run_dir / "config.yaml")
     target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    hf_config = read_config(config.model, max_length=config.data.max_length)
-    trust = config.model.trust_remote_code
+    hf_config = read_config(config.language_model, max_length=config.documents.max_length)
+    trust = config.language_model.trust_remote_code
     # Adapters are merged in fp32 and rounded once.
-    adapted = config.model.lora.rank is not None
-    model = build_model(config.model, hf_config, dtype=torch.float32 if adapted else target)
+    adapted = config.language_model.lora.rank is not None
+    model = build_model(config.language_model, hf_config, dtype=torch.float32 if adapted else target)
     materialize_empty(model, torch.device("cpu"))
     if adapted:
-        set_first_weights(model, config.model, seed=weights_seed(config.seed))
+        set_first_weights(model, config.language_model, seed=weights_seed(config.seed))
     read(folder, model)
     tensors = ((hf_name(name), tensor) for name, tensor in merged_tensors(model).items())
     export_folder(hf_config, tensors, out=out, dtype=target, trust_remote_code=trust)
-    load_tokenizer(config.data.tokenizer, config.model.path, trust_remote_code=trust).save(out)
+    load_tokenizer(config.documents.tokenizer, config.language_model.path, trust_remote_code=trust).save(out)

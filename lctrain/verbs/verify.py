@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lctrain.config.compose import compose_config
-from lctrain.config.model import ModelInit
-from lctrain.config.resolve import architecture, check_required
+from lctrain.config.language_checks import architecture
+from lctrain.config.model import CausalLMConfig, ModelInit
+from lctrain.config.resolve import check_required
 from lctrain.config.root import TrainConfig
-from lctrain.errors import EXIT_NO, EXIT_OK
+from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
 from lctrain.launch.start import start
 from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import default_run_dir
@@ -37,12 +38,20 @@ def run(command: Any) -> int:
 
 def shrink(config: TrainConfig) -> TrainConfig:
     """The same widths, heads, vocabulary and packing with few layers, short sequences and random weights."""
+    if not isinstance(config.model, CausalLMConfig):
+        raise ConfigError(
+            f"verify proves attention layouts and model={config.model.kind} has no attention; the project's "
+            "parity tests compare the layouts of image models"
+        )
     check_required(config)
+    model, data = config.language_model, config.documents
     small = dict(architecture(config))
     small["num_hidden_layers"] = min(config.verify.layers, small.get("num_hidden_layers", config.verify.layers))
     if isinstance(small.get("layer_types"), list):
         small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
-    length = min(config.verify.max_length, config.data.max_length)
-    data = replace(config.data, max_length=length, tokenizer=config.data.tokenizer or config.model.path)
-    model = replace(config.model, path=None, init=ModelInit.random, architecture=small)
-    return replace(config, model=model, data=data)
+    length = min(config.verify.max_length, data.max_length)
+    return replace(
+        config,
+        model=replace(model, path=None, init=ModelInit.random, architecture=small),
+        data=replace(data, max_length=length, tokenizer=data.tokenizer or model.path),
+    )

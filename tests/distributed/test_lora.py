@@ -187,7 +187,7 @@ def _run(ranks: Any, plain: dict[str, Any], run_dir: str) -> Any:
     save_checkpoint(
         directory.checkpoints,
         TrainState(step=2),
-        Identity(signature(language.hf_config, config.model.lora), 4, config.seed, "tiny"),
+        Identity(signature(language.hf_config, config.model.lora), {"optim": "adamw"}, 4, config.seed, "tiny"),
         write_tensors=language.engine.save,
         barrier=language.mesh.barrier,
         is_main=ranks.is_main,

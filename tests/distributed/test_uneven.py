@@ -67,7 +67,7 @@ def _results(ranks: Any, plain: dict[str, Any], batches: dict[str, list[Pack]]) 
             for row in rows[mesh.data_rank :: mesh.sizes.data]
         ]
         (count,), _ = mesh.sum_over_data([sum(b.count for b in micro)])
-        loss = forward_backward(engine, language.objective, mesh, micro, count)
+        loss = forward_backward(engine, language.objective, mesh, micro, count).mean
         gradients = {n: g.float().numpy().copy() for n, g in engine.gradients()}
         engine.step(0.0)  # forgets the gradients and moves nothing
         found[name] = {"loss": loss, "count": count, "gradients": gradients if ranks.is_main else None}

@@ -69,7 +69,7 @@ def train_tiny(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict[s
         stop=session.stop,
         seed=config.seed,
         callbacks=[recorder],
-        first_step_done=language.check_attention_ran,
+        first_step_done=language.first_step_done,
     )
     trainer.fit()
     parameters = {name: whole.float().numpy() for name, whole in whole_parameters(language)}

@@ -44,7 +44,7 @@ def one_step(language: Any, step: int) -> tuple[float, float]:
     order = SampleOrder(size=len(data), seed=config.seed, global_batch_size=config.train.global_batch_size)
     micro = language.loader(data, order).batches(step)
     (count,), _ = language.mesh.sum_over_data([sum(b.count for b in micro)])
-    loss = forward_backward(language.engine, language.objective, language.mesh, micro, count)
+    loss = forward_backward(language.engine, language.objective, language.mesh, micro, count).mean
     return loss, language.engine.step(config.optim.lr).grad_norm
 
 

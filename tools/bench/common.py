@@ -43,12 +43,23 @@ def fixed_threads(threads: int) -> dict[str, str]:
 
 
 class Side:
-    """One side of a comparison, alive until `stop`. What it prints goes to standard error."""
+    """One side of a comparison, alive until `stop`. What it prints goes to standard error.
 
-    def __init__(self, script: str, name: str, *, threads: int = 1) -> None:
+    python: the interpreter of a peer that has its own environment. arguments: more of its command line.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        name: str,
+        *,
+        threads: int = 1,
+        python: str = sys.executable,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, script, "--side", name],
+            [python, script, "--side", name, *arguments],
             env=fixed_threads(threads),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,6 +102,12 @@ def end_side() -> NoReturn:
     os._exit(0)
 
 
+def wait_for_turn() -> None:
+    """In a side: return when it is told to run its next block; leave when it is told to stop."""
+    if sys.stdin.readline().strip() != _GO:
+        end_side()
+
+
 class Turns:
     """In a side: the Watch that times steps, and waits to be told before each block of them."""
 
@@ -101,8 +118,7 @@ class Turns:
 
     def begin(self) -> None:
         """Wait for the first block."""
-        if sys.stdin.readline().strip() != _GO:
-            end_side()
+        wait_for_turn()
         self._since = time.perf_counter()
 
     def step_end(self) -> None:

@@ -59,7 +59,7 @@ def _peak(recompute: str, *, layers: int, intermediate: int, tiles: int | None =
     import torch
 
     from lctrain.config.memory import MemoryConfig, Recompute
-    from lctrain.config.model import ModelConfig, ModelInit
+    from lctrain.config.model import CausalLMConfig, ModelInit
     from lctrain.models.build import build_model, set_first_weights
     from lctrain.models.causal_lm import decoder_layers
     from lctrain.models.check import read_config
@@ -71,7 +71,7 @@ def _peak(recompute: str, *, layers: int, intermediate: int, tiles: int | None =
     from lctrain.parallel.recompute import apply_recompute
 
     shape = {"num_hidden_layers": layers, "intermediate_size": intermediate}
-    config = ModelConfig(init=ModelInit.random, architecture={**ARCHITECTURE, **shape})
+    config = CausalLMConfig(init=ModelInit.random, architecture={**ARCHITECTURE, **shape})
     model = build_model(config, read_config(config, max_length=LENGTH))
     model.route_attention(partial(attend_batch, SdpaKernel()))
     apply_recompute(decoder_layers(model), MemoryConfig(recompute=Recompute[recompute], tiled_mlp=tiles))

@@ -125,7 +125,7 @@ def fit_ours(case: Case, watch: Watch) -> None:
             stop=session.stop,
             seed=0,
             callbacks=[*build_callbacks(config.logging, run_dir, session.log), _our_callback(watch)],
-            first_step_done=language.check_attention_ran,
+            first_step_done=language.first_step_done,
         ).fit()
 
 

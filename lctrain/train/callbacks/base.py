@@ -1,4 +1,4 @@
-"""What a callback may hear. Callbacks run on the main rank only, so none may call a collective."""
+"""What a callback may hear. Most run on the main rank only, so none may call a collective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lctrain.train.checkpoint import TrainState
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known of a finished step. loss: mean over the global batch. units: so far."""
+    """What is known of a finished step. loss: mean over the global batch. own_loss: this rank's. units: so far."""
 
     step: int
     epoch: float
     loss: float
+    own_loss: float
     grad_norm: float
     lr: float
     unit: str
@@ -59,5 +60,5 @@ class Callback:
     def saved(self, step: int) -> None:
         """After a checkpoint is whole."""
 
-    def close(self) -> None:
-        """Once, when the run ends, however it ends."""
+    def close(self, status: str) -> None:
+        """Once, when the run ends, however it ends. status: completed, preempted or failed."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
-from lctrain.config.root import LoggingConfig
+from lctrain.config.root import LoggingConfig, TrainConfig
+from lctrain.errors import ConfigError
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.callbacks.console import Console
 from lctrain.train.callbacks.metrics_file import MetricsFile
@@ -13,12 +15,40 @@ from lctrain.train.callbacks.tensorboard import TensorBoard
 from lctrain.train.run_dir import RunDir
 
 
-def build_callbacks(config: LoggingConfig, run_dir: RunDir, report: Callable[[str], None]) -> list[Callback]:
-    """What the main rank listens with. A progress bar needs a terminal; elsewhere there are lines."""
-    callbacks: list[Callback] = [
-        MetricsFile(run_dir.metrics, every_steps=config.every_steps),
-        Console(report, every_steps=config.every_steps, bar=config.progress and sys.stdout.isatty()),
-    ]
-    if config.tensorboard:
-        callbacks.append(TensorBoard(run_dir.path / "tensorboard", every_steps=config.every_steps))
+def check_packages(config: LoggingConfig) -> None:
+    """Raise ConfigError for a log whose optional package is not installed."""
+    for field, wanted, package, extra, off in (
+        ("pictures=true", config.pictures, "matplotlib", "vision", "pictures=false"),
+        (f"mlflow.uri={config.mlflow.uri}", config.mlflow.uri is not None, "mlflow", "mlflow", "mlflow.uri=null"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise ConfigError(
+                f"logging.{field} needs {package}, which is not installed; pip install 'lctrain[{extra}]', or set "
+                f"logging.{off}"
+            )
+
+
+def build_callbacks(
+    config: TrainConfig, run_dir: RunDir, report: Callable[[str], None], *, rank: int
+) -> list[Callback]:
+    """What this rank listens with: nearly everything on the main one.
+
+    A progress bar needs a terminal; elsewhere there are lines.
+    """
+    logging = config.logging
+    callbacks: list[Callback] = []
+    if rank == 0:
+        every = logging.every_steps
+        callbacks.append(MetricsFile(run_dir.metrics, every_steps=every))
+        callbacks.append(Console(report, every_steps=every, bar=logging.progress and sys.stdout.isatty()))
+        if logging.tensorboard:
+            callbacks.append(TensorBoard(run_dir.path / "tensorboard", every_steps=every))
+        if logging.pictures:
+            from lctrain.train.callbacks.curves import Curves
+
+            callbacks.append(Curves(run_dir.metrics, run_dir.path / "curves.png"))
+    if logging.mlflow.uri is not None and (rank == 0 or logging.mlflow.per_rank):
+        from lctrain.train.callbacks.mlflow import MlflowLog
+
+        callbacks.append(MlflowLog(config, run_dir.path, rank=rank if logging.mlflow.per_rank else None))
     return callbacks

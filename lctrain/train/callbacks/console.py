@@ -27,10 +27,10 @@ class Console(Callback):
             self._bar.start(state.step, total_steps)
 
     def step_end(self, record: StepRecord) -> None:
-        """Update the bar, or print every logged step."""
+        """Update the bar, or print every logged step, the first and the last."""
         if self._bar:
             self._bar.update(record.step, self._short(record))
-        elif record.step % self._every == 0 or record.step == self._total:
+        elif record.step % self._every == 0 or record.step in (1, self._total):
             self._report(f"step {record.step}/{self._total}  {self._line(record)}  left {self._left(record.step)}")
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
@@ -42,7 +42,7 @@ class Console(Callback):
         """One line a checkpoint."""
         self._report(f"checkpoint of step {step} saved")
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         """Leave the terminal as it was."""
         if self._bar:
             self._bar.stop()

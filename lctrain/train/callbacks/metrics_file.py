@@ -18,15 +18,15 @@ class MetricsFile(Callback):
         self._every = every_steps
 
     def step_end(self, record: StepRecord) -> None:
-        """Write every logged step."""
-        if record.step % self._every == 0:
+        """Write every logged step, and the first."""
+        if record.step % self._every == 0 or record.step == 1:
             self._write(record.as_metrics())
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """Evaluations have records of their own."""
         self._write({"step": step, **metrics})
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         """Close the file."""
         self._stream.close()
 

@@ -38,7 +38,7 @@ class TensorBoard(Callback):
         for key, value in metrics.items():
             self._add(f"eval/{key.removeprefix('eval_')}", value, step)
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         """Flush and close."""
         if self._writer is not None:
             self._writer.close()

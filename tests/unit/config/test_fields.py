@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lctrain.config.data import DataConfig
+from lctrain.config.data import DocumentsConfig
 from lctrain.config.memory import MemoryConfig
 from lctrain.config.model import RopeConfig, RopeType
 from lctrain.config.optim import AdamWConfig
@@ -18,10 +18,10 @@ from lctrain.errors import ConfigError
 
 # (class, section, field, refused values, accepted values at the edge)
 BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
-    (DataConfig, "data", "max_length", [1, 0, -5], [2]),
-    (DataConfig, "data", "held_out", [-0.1, 1.0, 2.0], [0.0, 0.99]),
-    (DataConfig, "data", "num_proc", [0, -1], [1, None]),
-    (DataConfig, "data", "prefetch", [-1], [0]),
+    (DocumentsConfig, "data", "max_length", [1, 0, -5], [2]),
+    (DocumentsConfig, "data", "held_out", [-0.1, 1.0, 2.0], [0.0, 0.99]),
+    (DocumentsConfig, "data", "num_proc", [0, -1], [1, None]),
+    (DocumentsConfig, "data", "prefetch", [-1], [0]),
     (MemoryConfig, "memory", "loss_chunk_mb", [0, -1], [1]),
     (AdamWConfig, "optim", "lr", [0, -1e-3], [1e-9]),
     (AdamWConfig, "optim", "weight_decay", [-0.1], [0.0]),
@@ -81,7 +81,7 @@ def refusal(cls: type, **fields: Any) -> str:
 
 
 def test_pairs_that_exclude_each_other() -> None:
-    said = refusal(DataConfig, held_out=0.1, eval_path="b")
+    said = refusal(DocumentsConfig, held_out=0.1, eval_path="b")
     assert "data.held_out=0.1 cannot be combined with data.eval_path=b" in said
     said = refusal(ScheduleConfig, warmup_steps=5, warmup_ratio=0.1)
     assert "schedule.warmup_ratio=0.1 cannot be combined with schedule.warmup_steps=5" in said

@@ -42,6 +42,18 @@ def test_limit_leaves_the_last_batch_uneven() -> None:
     assert order.epoch_of(3) == 2.0
 
 
+def test_epoch_of_each_place() -> None:
+    order = SampleOrder(size=5, seed=0, global_batch_size=4)
+    epochs = np.concatenate([order.step_epochs(step) for step in range(5)])
+    assert epochs.tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+    assert order.step_epochs(1).dtype == np.int64
+    # Half an epoch of five samples ends inside the first step, one and a half inside the second.
+    assert order.before(0, 0.5).tolist() == [True, True, True, False]
+    assert order.before(1, 1.5).tolist() == [True] * 4
+    assert order.before(2, 1.5).tolist() == [False] * 4
+    assert not order.before(0, 0.0).any()
+
+
 @pytest.mark.parametrize(("size", "epochs", "samples"), [(10, 1.1, 11), (10, 0.3, 3), (3, 0.5, 2)])
 def test_epochs_are_not_lengthened_by_rounding(size: int, epochs: float, samples: int) -> None:
     assert SampleOrder(size=size, seed=0, global_batch_size=1).samples_in(epochs) == samples

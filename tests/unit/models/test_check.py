@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lctrain.config.model import ModelConfig, ModelInit
+from lctrain.config.model import CausalLMConfig, ModelInit
 from lctrain.errors import ConfigError, LctrainError, ModelError
 from lctrain.models.causal_lm import build_meta
 from lctrain.models.check import read_config
 from tests.unit.models.tiny_models import TINY, config_of
 
 
-def _folder(path: Path, config: Any) -> ModelConfig:
+def _folder(path: Path, config: Any) -> CausalLMConfig:
     path.joinpath("config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    return ModelConfig(path=str(path))
+    return CausalLMConfig(path=str(path))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_a_window_of_the_whole_sequence_is_accepted() -> None:
 )
 def test_architecture_mappings_are_checked(architecture: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_config(ModelConfig(architecture=architecture, init=ModelInit.random), max_length=24)
+        read_config(CausalLMConfig(architecture=architecture, init=ModelInit.random), max_length=24)
 
 
 def test_folders_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
-        read_config(ModelConfig(path=str(tmp_path / "none")), max_length=24)
+        read_config(CausalLMConfig(path=str(tmp_path / "none")), max_length=24)
     with pytest.raises(ModelError, match=r"config.json is missing"):
-        read_config(ModelConfig(path=str(tmp_path)), max_length=24)
+        read_config(CausalLMConfig(path=str(tmp_path)), max_length=24)
     with pytest.raises(ModelError, match=r"config.json cannot be used"):
         read_config(_folder(tmp_path, "{"), max_length=24)
     with pytest.raises(ModelError, match=r"config.json cannot be used.*nonesuch"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lctrain.config.model import ModelConfig, ModelInit, RopeConfig, RopeType
+from lctrain.config.model import CausalLMConfig, ModelInit, RopeConfig, RopeType
 from lctrain.errors import ConfigError, ModelError
 from lctrain.models.causal_lm import build_meta
 from lctrain.models.check import read_config
@@ -21,7 +21,7 @@ BASE = {"model_type": "llama", **TINY, "rope_theta": 50_000.0}
 
 
 def _read(rope: RopeConfig | None = None, max_length: int = 512, **changes: Any) -> Any:
-    cfg = ModelConfig(architecture={**BASE, **changes}, init=ModelInit.random, rope_scaling=rope or RopeConfig())
+    cfg = CausalLMConfig(architecture={**BASE, **changes}, init=ModelInit.random, rope_scaling=rope or RopeConfig())
     return read_config(cfg, max_length=max_length)
 
 
@@ -123,7 +123,7 @@ def test_more_positions_than_the_model_has() -> None:
         _read(RopeConfig(type=RopeType.yarn, factor=2))
     gpt2 = {"n_inner": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     architecture = {k: v for k, v in TINY.items() if k not in ("num_key_value_heads", "intermediate_size")}
-    cfg = ModelConfig(architecture={"model_type": "gpt2", **architecture, **gpt2}, init=ModelInit.random)
+    cfg = CausalLMConfig(architecture={"model_type": "gpt2", **architecture, **gpt2}, init=ModelInit.random)
     with pytest.raises(ConfigError, match="128 positions gpt2 has learned"):
         read_config(cfg, max_length=512)
     cfg.rope_scaling = RopeConfig(type=RopeType.yarn, factor=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lctrain.config.model import ModelConfig, ModelInit
+from lctrain.config.model import CausalLMConfig, ModelInit
 from lctrain.models.causal_lm import CausalLM, build_meta
 from lctrain.models.check import read_config
 from lctrain.models.export import export_folder, hf_name
@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def config_of(family: str = "llama", max_length: int = 24, **changes: Any) -> Any:
     """A checked transformers config."""
     architecture = {"model_type": family, **TINY, **FAMILIES.get(family, {}), **changes}
-    return read_config(ModelConfig(architecture=architecture, init=ModelInit.random), max_length=max_length)
+    return read_config(CausalLMConfig(architecture=architecture, init=ModelInit.random), max_length=max_length)
 
 
 def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> CausalLM:

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lctrain.config.optim import LarsConfig, SgdConfig
 from lctrain.config.registry import classes
-from lctrain.config.schedule import ConstantConfig, CosineConfig, LinearConfig, PolynomialConfig, ScheduleConfig
-from lctrain.optim.schedule import lr_factor, warmup_steps
+from lctrain.config.schedule import (
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    PolynomialConfig,
+    ScheduleConfig,
+    StepConfig,
+)
+from lctrain.optim.schedule import describe_peak, lr_factor, peak_lr, warmup_steps
 
 
 def curve(config: ScheduleConfig, total: int) -> list[float]:
@@ -83,3 +91,30 @@ def test_it_only_falls_after_warm_up_stays_above_the_floor_and_would_reach_it_ne
         assert lr_factor(config, total + 5, total) == pytest.approx(floor)
     # A pure function of the step: any order of asking gives the same.
     assert [lr_factor(config, step, total) for step in reversed(range(total))][::-1] == factors
+
+
+def test_step_falls_at_its_epochs() -> None:
+    config = StepConfig(warmup_steps=1, epochs=[1.5, 3.0], gamma=0.1)
+    factors = [lr_factor(config, step, 8, steps_per_epoch=2.0) for step in range(8)]
+    assert factors == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_a_warm_up_in_epochs() -> None:
+    config = ConstantConfig(warmup_epochs=1.5)
+    assert warmup_steps(config, 100, steps_per_epoch=4.0) == 6
+    assert lr_factor(config, 2, 100, steps_per_epoch=4.0) == 0.5
+
+
+def test_a_floor_given_as_a_rate() -> None:
+    """MLPerf: end + (lr0 - end) * (1 - (it - W) / (T - W)) ** 2."""
+    config = PolynomialConfig(warmup_steps=2, power=2.0, end_lr=1e-4)
+    rate = 17.0 * lr_factor(config, 6, 10, peak=17.0)
+    assert rate == pytest.approx(1e-4 + (17.0 - 1e-4) * 0.25)
+
+
+def test_the_peak_scales_with_the_batch_and_says_so() -> None:
+    config = SgdConfig(lr=0.1, base_lr_per=256)
+    assert peak_lr(config, 8192) == pytest.approx(3.2)
+    assert "3.2 = optim.lr 0.1 x batch 8,192 / 256" in describe_peak(config, 8192)
+    assert peak_lr(LarsConfig(lr=17.0), 8192) == 17.0
+    assert "17 (optim.lr)" in describe_peak(LarsConfig(lr=17.0), 8192)

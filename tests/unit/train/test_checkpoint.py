@@ -20,7 +20,9 @@ from lctrain.train.checkpoint import (
     why_not_whole,
 )
 
-IDENTITY = Identity(model={"layers": 2, "width": 8}, global_batch_size=4, seed=1, data="abc")
+IDENTITY = Identity(
+    model={"layers": 2, "width": 8}, optimizer={"optim": "adamw"}, global_batch_size=4, seed=1, data="abc"
+)
 
 
 def save(root: Path, step: int, *, keep: int = 9, body: str = "tensors") -> Path:
@@ -127,10 +129,10 @@ def test_ranks_that_are_not_main_write_tensors_only(root: Path) -> None:
         (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda d: (d / ".metadata").unlink(), ".metadata is missing"),
         (lambda d: (d / "state.json").unlink(), "it has no state.json"),
-        (lambda d: (d / "state.json").write_text('{"format": 1, "st'), "its state.json is damaged"),
+        (lambda d: (d / "state.json").write_text('{"format": 2, "st'), "its state.json is damaged"),
         (lambda d: (d / "state.json").write_text("[]"), "its state.json is damaged"),
-        (lambda d: (d / "state.json").write_text('{"format": 1}'), "its state.json is damaged"),
-        (lambda d: (d / "state.json").write_text('{"format": 7}'), "its format is 7, this version reads 1"),
+        (lambda d: (d / "state.json").write_text('{"format": 2}'), "its state.json is damaged"),
+        (lambda d: (d / "state.json").write_text('{"format": 7}'), "its format is 7, this version reads 2"),
     ],
 )
 def test_damage_is_told_passed_over_and_refused_by_path(root: Path, damage, reason: str) -> None:
@@ -185,6 +187,8 @@ def test_identity(tmp_path: Path) -> None:
 
     assert check() == []
     assert "the data differ" in check(data="other")[0]
+    with pytest.raises(CheckpointError, match=r"optim\.form=paper but .* was trained with optim\.form=None"):
+        check(optimizer={"optim": "adamw", "optim.form": "paper"})
     with pytest.raises(CheckpointError) as caught:
         check(model={"layers": 3, "width": 8})
     assert f"{tmp_path} is a checkpoint of another model (layers: 2 there, 3 here)" in str(caught.value)

@@ -27,7 +27,7 @@ def strict(text: str) -> dict:
 
 def record(step: int, loss: float = 1.0, norm: float = 2.0) -> StepRecord:
     """A record of a step."""
-    return StepRecord(step, step / 3, loss, norm, 0.1, "tokens", 64.0 * step, 0.5, 128.0, None, 7, 0.0, False)
+    return StepRecord(step, step / 3, loss, loss, norm, 0.1, "tokens", 64.0 * step, 0.5, 128.0, None, 7, 0.0, False)
 
 
 def test_free_unfinished_and_finished(run: RunDir) -> None:
@@ -63,7 +63,7 @@ def test_evaluations_are_kept_with_their_step(run: RunDir) -> None:
     for step in (1, 2, 3):
         file.step_end(record(step))
         file.evaluated(step, {"eval_loss": 5.0 - step})
-    file.close()
+    file.close("completed")
     run.drop_metrics_after(2)
     kept = [strict(line) for line in run.metrics.read_text().splitlines()]
     assert [(r["step"], r.get("eval_loss")) for r in kept] == [(1, None), (1, 4.0), (2, None), (2, 3.0)]
@@ -76,7 +76,7 @@ def test_not_a_number_is_null_in_metrics(run: RunDir) -> None:
     written = strict(run.metrics.read_text())
     assert (written["loss"], written["grad_norm"], written["lr"]) == (None, None, 0.1)
     file.evaluated(1, {"eval_loss": math.inf, "eval_perplexity": -math.inf})
-    file.close()
+    file.close("completed")
     assert strict(run.metrics.read_text().splitlines()[1]) == {"step": 1, "eval_loss": None, "eval_perplexity": None}
 
 
@@ -84,14 +84,14 @@ def test_records_have_the_fields_people_read(run: RunDir) -> None:
     file = MetricsFile(run.metrics, every_steps=2)
     for step in (1, 2, 3, 4):
         file.step_end(record(step))
-    file.close()
+    file.close("completed")
     rows = [strict(line) for line in run.metrics.read_text().splitlines()]
-    assert [r["step"] for r in rows] == [2, 4]
+    assert [r["step"] for r in rows] == [1, 2, 4]
     assert set(rows[0]) == {
         "step", "epoch", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu",
         "peak_memory_bytes", "data_wait_s", "skipped",
     }  # fmt: skip
-    assert (rows[0]["tokens"], rows[0]["mfu"]) == (128, None)
+    assert (rows[1]["tokens"], rows[1]["mfu"]) == (128, None)
 
 
 def test_a_summary_is_json_even_when_training_failed(run: RunDir) -> None:

@@ -1,0 +1,80 @@
+"""What an image job needs across its groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lctrain.config.images import ImagesConfig
+from lctrain.config.memory import Recompute
+from lctrain.config.model import ResNetConfig
+from lctrain.config.parallel import DdpConfig, FsdpConfig, HsdpConfig, SingleConfig
+from lctrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lctrain.config.root import TrainConfig
+    from lctrain.config.sizes import Sizes
+
+_LAYOUTS = (SingleConfig, DdpConfig, FsdpConfig, HsdpConfig)
+
+
+def missing_fields(config: TrainConfig) -> list[str]:
+    """What a person must still give. Raises ConfigError for data of the other regime."""
+    if not isinstance(config.data, ImagesConfig):
+        raise ConfigError(
+            f"data={config.data.kind} does not fit model={config.model.kind}, which reads images; choose data=images or "
+            "model=causal_lm"
+        )
+    if config.data.source is None:
+        return ["data.source is not set: give a folder, files, a data set name or s3://bucket/prefix with images"]
+    return []
+
+
+def check_images(config: TrainConfig) -> None:
+    """Fields against each other. Raises ConfigError."""
+    parallel, memory = config.parallel, config.memory
+    if type(parallel) not in _LAYOUTS:
+        raise ConfigError(
+            f"parallel={parallel.kind} splits sequences or DeepSpeed's states, which image models have not; choose "
+            "parallel=single, ddp, fsdp or hsdp"
+        )
+    if memory.recompute is not Recompute.none or memory.tiled_mlp is not None:
+        field = "recompute" if memory.recompute is not Recompute.none else "tiled_mlp"
+        raise ConfigError(
+            f"memory.{field} is for decoder layers and model={config.model.kind} has none; use memory=none"
+        )
+    if isinstance(parallel, FsdpConfig) and parallel.offload_params:
+        raise ConfigError("parallel.offload_params=true is not built for image models; set it to false")
+
+
+def check_batch(config: TrainConfig, sizes: Sizes) -> None:
+    """What BatchNorm needs of a micro-batch. Raises ConfigError."""
+    if not isinstance(config.model, ResNetConfig):
+        return
+    micro, ghost = config.train.micro_batch_size, config.bn.ghost_size
+    if micro == 1:
+        raise ConfigError(
+            "train.micro_batch_size=1 gives BatchNorm one image at a time, which has no variance; set "
+            f"train.micro_batch_size to at least 2, e.g. {max(2, config.train.global_batch_size // sizes.data)}"
+        )
+    if ghost is not None and micro % ghost:
+        raise ConfigError(
+            f"bn.ghost_size={ghost} does not divide train.micro_batch_size={micro}; choose a divisor of {micro}"
+        )
+
+
+def batch_notes(config: TrainConfig, accumulation: int) -> list[str]:
+    """What a person should know of a batch that can be run."""
+    notes = []
+    train, tuned = config.train, config.optim.tuned_for_batch
+    if isinstance(config.model, ResNetConfig) and accumulation > 1:
+        notes.append(
+            f"warning: BatchNorm normalises micro-batches of {train.micro_batch_size} images, not the "
+            f"{train.micro_batch_size * accumulation} a rank has in a step, and updates its running statistics "
+            f"{accumulation} times a step; raise train.micro_batch_size if memory allows"
+        )
+    if tuned is not None and tuned != train.global_batch_size:
+        notes.append(
+            f"warning: optim.* and schedule.* were tuned for train.global_batch_size={tuned:,} and this run has "
+            f"{train.global_batch_size:,}; its accuracy is not known"
+        )
+    return notes

@@ -1,0 +1,208 @@
+"""LARS: each tensor's step is scaled by the ratio of its weight and gradient norms.
+
+With w a weight, g its gradient, v its momentum, gamma the learning rate, beta the weight decay, m the momentum, eta
+the trust coefficient:
+
+    lambda = eta * |w| / (|g| + beta * |w| + eps), and 1 where either norm is 0
+
+    paper                v <- m v + gamma lambda (g + beta w);  w <- w - v        You et al. 2017, arXiv:1708.03888
+    momentum_corrected,
+    lr_outside           v <- m v + lambda (g + beta w);        w <- w - gamma v  (the two differ in eps)
+    nesterov             d = lambda (g + beta w); v <- m v + d; w <- w - gamma (d + m v)
+    clipped              lr_outside with lambda <- min(lambda / gamma, 1); no decay where a norm is 0
+    fujitsu              paper with |g| + beta * gamma0 * |w| + eps below, gamma0 the peak rate
+
+Correcting the momentum of `paper` by gamma_t / gamma_(t-1) makes its v gamma times that of `lr_outside`, and the
+weights equal: no past rate has to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from lctrain.config.optim import LarsForm
+
+_EPS = {
+    LarsForm.paper: 0.0,
+    LarsForm.momentum_corrected: 0.0,
+    LarsForm.lr_outside: 1e-8,
+    LarsForm.nesterov: 1e-8,
+    LarsForm.clipped: 1e-8,
+    LarsForm.fujitsu: 1e-9,
+}
+_LR_INSIDE = (LarsForm.paper, LarsForm.fujitsu)
+
+
+class Lars(torch.optim.Optimizer):
+    """LARS over groups with a key `layerwise`: false makes a group plain SGD with momentum (lambda = 1).
+
+    peak_lr: the largest rate of the schedule, which `fujitsu` divides by. eps: None takes the form's own. Parameters
+    may be sharded DTensors: norms are those of whole tensors, by one all-reduce a step and group. Gradients are
+    changed by a step.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        trust: float,
+        form: LarsForm = LarsForm.paper,
+        eps: float | None = None,
+        peak_lr: float | None = None,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "layerwise": True})
+        self.form = form
+        self._momentum, self._trust = momentum, trust
+        self._eps = _EPS[form] if eps is None else eps
+        self._peak_lr = lr if peak_lr is None else peak_lr
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. A collective over the ranks that shard parameters."""
+        assert closure is None, "the trainer computes gradients itself"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(group, params)
+
+    def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        weights = [_local(p) for p in params]
+        grads = [_local(p.grad) for p in params if p.grad is not None]
+        buffers = [_local(self.state[p]["momentum"]) for p in params]
+        ratio = decay = torch.ones(len(params), device=weights[0].device)
+        if group["layerwise"]:
+            ratio, decay = self._ratios(params, weights, grads, group["lr"], group["weight_decay"])
+        update = self._one_by_one if weights[0].device.type == "cpu" else self._all_at_once
+        update(group["lr"], group["weight_decay"], weights, grads, buffers, ratio, decay)
+
+    def _ratios(
+        self, params: list[torch.Tensor], weights: list[torch.Tensor], grads: list[torch.Tensor], lr: float, beta: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """lambda of each tensor [P], and whether it decays [P] (1 or 0)."""
+        w, g = _whole_norms(params, weights, grads)
+        below = g + beta * (self._peak_lr if self.form is LarsForm.fujitsu else 1.0) * w + self._eps
+        live = (w > 0) & (g > 0)
+        ratio = self._trust * w / below
+        if self.form is LarsForm.clipped:
+            # At a rate of 0 nothing moves, whatever the ratio.
+            ratio = (ratio / lr).clamp(max=1.0) if lr > 0 else torch.ones_like(ratio)
+        decay = live.float() if self.form is LarsForm.clipped else torch.ones_like(ratio)
+        return torch.where(live, ratio, 1.0), decay
+
+    def _one_by_one(
+        self,
+        lr: float,
+        beta: float,
+        weights: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        buffers: list[torch.Tensor],
+        ratio: torch.Tensor,
+        decay: torch.Tensor,
+    ) -> None:
+        """CPU: one pass over each tensor while it is in the cache; temporaries of a whole group would leave it."""
+        inside = self.form in _LR_INSIDE
+        for w, g, v, factor, decays in zip(weights, grads, buffers, ratio.tolist(), decay.tolist(), strict=True):
+            factor = factor * lr if inside else factor
+            _sgd(
+                w,
+                g,
+                v,
+                lr=1.0 if inside else lr,
+                factor=factor,
+                decay=factor * beta * decays,
+                momentum=self._momentum,
+                nesterov=self.form is LarsForm.nesterov,
+            )
+
+    def _all_at_once(
+        self,
+        lr: float,
+        beta: float,
+        weights: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        buffers: list[torch.Tensor],
+        ratio: torch.Tensor,
+        decay: torch.Tensor,
+    ) -> None:
+        """Accelerators: few launches over all tensors, and no number brought to the host."""
+        inside = self.form in _LR_INSIDE
+        factor = ratio * lr if inside else ratio
+        torch._foreach_mul_(grads, list(factor.unbind()))
+        if beta:
+            decayed = torch._foreach_mul(weights, list((factor * beta * decay).unbind()))
+            torch._foreach_add_(grads, decayed)
+        torch._foreach_mul_(buffers, self._momentum)
+        torch._foreach_add_(buffers, grads)
+        if self.form is LarsForm.nesterov:
+            torch._foreach_add_(grads, buffers, alpha=self._momentum)
+            torch._foreach_add_(weights, grads, alpha=-lr)
+            return
+        torch._foreach_add_(weights, buffers, alpha=-1.0 if inside else -lr)
+
+
+def _sgd(
+    w: torch.Tensor,
+    g: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lr: float,
+    factor: float,
+    decay: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """v <- momentum v + factor g + decay w, then w <- w - lr v (Nesterov: lr (the new part + momentum v)), in place."""
+    fused = getattr(torch, "_fused_sgd_", None)
+    if fused is not None and factor > 0 and _walkable(w, g, v):
+        # A gradient scale divides the gradient before the decay is added: any factor in one pass.
+        fused(
+            [w], [g], [v], weight_decay=decay, momentum=momentum, lr=lr, dampening=0.0, nesterov=nesterov,
+            maximize=False, is_first_step=False, grad_scale=torch.tensor(1.0 / factor), found_inf=None,
+        )  # fmt: skip
+        return
+    g.mul_(factor).add_(w, alpha=decay)
+    v.mul_(momentum).add_(g)
+    w.sub_(g.add_(v, alpha=momentum) if nesterov else v, alpha=lr)
+
+
+def _walkable(w: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the fused kernel, which walks memory from front to back, meets the same element in all of them."""
+    dense = w.is_contiguous() or (w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last))
+    return dense and all(t.stride() == w.stride() and t.dtype == w.dtype for t in others)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_norms(
+    params: list[torch.Tensor], weights: list[torch.Tensor], grads: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms [P] of whole weights and whole gradients, from this rank's parts of them; fp32, fp64 where they are."""
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm([*weights, *grads], 2, dtype))
+    axes = _sharding_groups(params[0])
+    if axes:
+        squares = norms.square()
+        for group in axes:
+            dist.all_reduce(squares, group=group)  # axes: those that shard parameters
+        norms = squares.sqrt()
+    w, g = norms.chunk(2)
+    return w, g
+
+
+def _sharding_groups(param: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Groups over which parameters are cut; all parameters of a model are cut over the same ones."""
+    if not isinstance(param, DTensor):
+        return []
+    return [param.device_mesh.get_group(i) for i, p in enumerate(param.placements) if isinstance(p, Shard)]

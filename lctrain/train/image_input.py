@@ -1,0 +1,79 @@
+"""What an image job checks and prepares before its ranks meet."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from lctrain.config.image_checks import batch_notes
+from lctrain.data.images.prepare import open_images, prepare_images
+from lctrain.data.images.store import ImageStore
+from lctrain.errors import ConfigError
+from lctrain.models.image_model import image_signature
+from lctrain.train.session import Session
+
+SplitName = Literal["train", "eval"]
+
+
+class ImageInput:
+    """Images and classifier of a session."""
+
+    samples = "images"
+    # BatchNorm must not see the padding of a last step that images do not fill.
+    keeps_last = False
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._data = session, session.config.images
+
+    def check(self) -> None:
+        """Nothing of images can be refused before they are there."""
+
+    def prepare(self, split: str) -> ImageStore | None:
+        """Copy the images here unless they are."""
+        store = prepare_images(self._data, split=cast(SplitName, split), report=self._session.log)
+        if store is not None:
+            self._check_store(store)
+        return store
+
+    def open(self, key: str, split: str) -> ImageStore:
+        """Map what the node's first rank copied."""
+        return open_images(self._data, key=key, split=cast(SplitName, split))
+
+    def signature(self, data: Any) -> dict[str, Any]:
+        """The model and what the data make of it."""
+        classes, channels = shape_of(self._session, data)
+        model = self._session.config.image_model
+        return image_signature(model, classes=classes, channels=channels, image_size=self._data.image_size)
+
+    @property
+    def size(self) -> str:
+        """What a step consists of."""
+        return f"images of {self._data.image_size} x {self._data.image_size}"
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings that name their numbers."""
+        return batch_notes(self._session.config, self._session.resolved.accumulation)
+
+    def _check_store(self, store: ImageStore) -> None:
+        classes, channels = shape_of(self._session, store)
+        if classes < len(store.manifest.classes):
+            raise ConfigError(
+                f"model.classes={classes} is less than the {len(store.manifest.classes)} classes of "
+                f"{store.manifest.source}; leave it out, or give at least that many"
+            )
+        if channels != store.manifest.channels:
+            raise ConfigError(
+                f"model.channels={channels} but the images of {store.manifest.source} have {store.manifest.channels}; "
+                "leave it out"
+            )
+        if len(self._data.mean) != channels:
+            raise ConfigError(
+                f"data.mean={self._data.mean} has {len(self._data.mean)} numbers but the images of "
+                f"{store.manifest.source} have {channels} channels; give data.mean and data.std one for each"
+            )
+
+
+def shape_of(session: Session, store: ImageStore) -> tuple[int, int]:
+    """(classes, channels) of the model: as configured, else the data's."""
+    model = session.config.image_model
+    return model.classes or len(store.manifest.classes), model.channels or store.manifest.channels
