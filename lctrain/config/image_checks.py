@@ -21,8 +21,8 @@ def missing_fields(config: TrainConfig) -> list[str]:
     """What a person must still give. Raises ConfigError for data of the other regime."""
     if not isinstance(config.data, ImagesConfig):
         raise ConfigError(
-            f"data={config.data.kind} does not fit model={config.model.kind}, which reads images; choose data=images or "
-            "model=causal_lm"
+            f"data={config.data.kind} does not fit model={config.model.kind}, which reads images; choose data=images "
+            "or model=causal_lm"
         )
     if config.data.source is None:
         return ["data.source is not set: give a folder, files, a data set name or s3://bucket/prefix with images"]

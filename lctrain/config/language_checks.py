@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,10 @@ def check_language(config: TrainConfig) -> None:
     ):
         if value != default:
             field = next(k for k, v in vars(value).items() if v != getattr(default, k))
+            given = getattr(value, field)
             raise ConfigError(
-                f"{name}.{field}={getattr(value, field)} has no effect on model={config.model.kind}; leave {name}.* out"
+                f"{name}.{field}={given.name if isinstance(given, Enum) else given} has no effect on "
+                f"model={config.model.kind}; leave {name}.* out"
             )
     if config.logging.mlperf:
         raise ConfigError("logging.mlperf=true logs ResNet's MLPerf benchmark only; set logging.mlperf=false")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lctrain.config import image_checks, language_checks
 from lctrain.config.model import CausalLMConfig
-from lctrain.config.parallel import SingleConfig
+from lctrain.config.parallel import DdpConfig, SingleConfig
 from lctrain.config.root import TrainConfig
 from lctrain.config.sizes import Sizes, layout_sizes
 from lctrain.errors import ConfigError
@@ -43,7 +43,13 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
     sizes = layout_sizes(config.parallel, ranks, heads=language_checks.heads(config))
     if not is_language:
         image_checks.check_batch(config, sizes)
-    return Resolved(config, sizes, accumulation(config, sizes))
+    micro_steps = accumulation(config, sizes)
+    if isinstance(config.parallel, DdpConfig) and config.parallel.static_graph and micro_steps > 1:
+        raise ConfigError(
+            f"parallel.static_graph=true does not work with {micro_steps} micro-steps a step, some of which exchange "
+            "no gradients; set it to false, or raise train.micro_batch_size until there is one"
+        )
+    return Resolved(config, sizes, micro_steps)
 
 
 def check_required(config: TrainConfig) -> None:
@@ -102,6 +108,7 @@ def accumulation(config: TrainConfig, sizes: Sizes) -> int:
         raise ConfigError(
             f"train.global_batch_size={total}{preset} is not a multiple of train.micro_batch_size="
             f"{config.train.micro_batch_size} x {sizes.data} data ranks = {at_once}; "
-            f"set train.global_batch_size to {' or '.join(map(str, near))}, or change train.micro_batch_size or the ranks"
+            f"set train.global_batch_size to {' or '.join(map(str, near))}, or change "
+            "train.micro_batch_size or the ranks"
         )
     return total // at_once

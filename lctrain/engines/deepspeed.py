@@ -99,13 +99,20 @@ class DeepSpeedEngine:
                 yield name, grad.view(full_shape(parameter)).float() / scale
 
     def scale_state(self) -> dict[str, float]:
-        """DeepSpeed's loss scale."""
-        return {"value": self._loss_scale, "good_steps": 0}
+        """DeepSpeed's loss scale, and the steps since it changed."""
+        good = 0
+        if getattr(self._zero, "dynamic_loss_scale", False):
+            scaler = self._zero.loss_scaler
+            good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+        return {"value": self._loss_scale, "good_steps": good}
 
     def load_scale_state(self, state: dict[str, float]) -> None:
         """Continue with the saved loss scale (fp16)."""
         if getattr(self._zero, "dynamic_loss_scale", False):
-            self._zero.loss_scaler.cur_scale = float(state["value"])
+            scaler = self._zero.loss_scaler
+            scaler.cur_scale = float(state["value"])
+            # It counts from the last overflow, which may lie before this process.
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - int(state["good_steps"])
 
     def save(self, folder: Path) -> None:
         """Gather one tensor after another, keep this rank's rows on the host, write them."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -43,6 +44,10 @@ class Ema:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):
+                # After a forward pass without a backward the root's parameters are still whole.
+                part.reshard()
         for name, current in _state(self._module):
             mine, theirs = _local(self.tensors[name]), _local(current)
             held = theirs.clone()

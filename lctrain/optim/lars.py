@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lctrain.config.optim import LarsForm
 
-_EPS = {
+EPS = {
     LarsForm.paper: 0.0,
     LarsForm.momentum_corrected: 0.0,
     LarsForm.lr_outside: 1e-8,
@@ -60,7 +60,7 @@ class Lars(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "layerwise": True})
         self.form = form
         self._momentum, self._trust = momentum, trust
-        self._eps = _EPS[form] if eps is None else eps
+        self._eps = EPS[form] if eps is None else eps
         self._peak_lr = lr if peak_lr is None else peak_lr
 
     @torch.no_grad()
@@ -79,11 +79,17 @@ class Lars(torch.optim.Optimizer):
         weights = [_local(p) for p in params]
         grads = [_local(p.grad) for p in params if p.grad is not None]
         buffers = [_local(self.state[p]["momentum"]) for p in params]
-        ratio = decay = torch.ones(len(params), device=weights[0].device)
-        if group["layerwise"]:
-            ratio, decay = self._ratios(params, weights, grads, group["lr"], group["weight_decay"])
-        update = self._one_by_one if weights[0].device.type == "cpu" else self._all_at_once
-        update(group["lr"], group["weight_decay"], weights, grads, buffers, ratio, decay)
+        lr, beta, on_cpu = group["lr"], group["weight_decay"], weights[0].device.type == "cpu"
+        update = self._one_by_one if on_cpu else self._all_at_once
+        if not group["layerwise"]:
+            ones = torch.ones(len(params), device=weights[0].device)
+            update(lr, beta, weights, grads, buffers, ones, ones)
+            return
+        # On a CPU a tensor is updated while its norms have it in the cache; sharded ones share one all-reduce.
+        apart = on_cpu and not _sharding_groups(params[0])
+        for run in [slice(i, i + 1) for i in range(len(params))] if apart else [slice(None)]:
+            ratio, decay = self._ratios(params[run], weights[run], grads[run], lr, beta)
+            update(lr, beta, weights[run], grads[run], buffers[run], ratio, decay)
 
     def _ratios(
         self, params: list[torch.Tensor], weights: list[torch.Tensor], grads: list[torch.Tensor], lr: float, beta: float
@@ -164,10 +170,14 @@ def _sgd(
     """v <- momentum v + factor g + decay w, then w <- w - lr v (Nesterov: lr (the new part + momentum v)), in place."""
     fused = getattr(torch, "_fused_sgd_", None)
     if fused is not None and factor > 0 and _walkable(w, g, v):
-        # A gradient scale divides the gradient before the decay is added: any factor in one pass.
+        # What is left of a gradient after dampening: any factor in one pass. Nesterov's step takes the gradient
+        # undampened, so there a gradient scale divides it before the decay is added.
+        dampened = not nesterov
+        # The kernel copies what is not contiguous, channels-last weights too, so it gets memory as a line.
         fused(
-            [w], [g], [v], weight_decay=decay, momentum=momentum, lr=lr, dampening=0.0, nesterov=nesterov,
-            maximize=False, is_first_step=False, grad_scale=torch.tensor(1.0 / factor), found_inf=None,
+            [_line(w)], [_line(g)], [_line(v)], weight_decay=decay / factor if dampened else decay, momentum=momentum,
+            lr=lr, dampening=1.0 - factor if dampened else 0.0, nesterov=nesterov, maximize=False, is_first_step=False,
+            grad_scale=None if dampened else torch.tensor(1.0 / factor), found_inf=None,
         )  # fmt: skip
         return
     g.mul_(factor).add_(w, alpha=decay)
@@ -175,10 +185,20 @@ def _sgd(
     w.sub_(g.add_(v, alpha=momentum) if nesterov else v, alpha=lr)
 
 
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _walkable(w: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether the fused kernel, which walks memory from front to back, meets the same element in all of them."""
     dense = w.is_contiguous() or (w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last))
-    return dense and all(t.stride() == w.stride() and t.dtype == w.dtype for t in others)
+    return dense and all(t.dtype == w.dtype and (t.stride() == w.stride() or _steps(t) == _steps(w)) for t in others)
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Strides that mean something: those of 1x1 convolutions differ between memory formats where sizes are 1."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ which is the mean and variance of all ranks' values together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,27 +23,40 @@ from lctrain.config.batch_norm import BnSync
 class BatchNormStatistics:
     """Watches the BatchNorm layers of a model and makes their running statistics agree.
 
-    It counts the values (images x height x width) each layer normalised last, which pooling weighs ranks by.
+    It counts the values (images x height x width) each layer normalised last, which pooling weighs ranks by. Every
+    rank must train between the same two merges, or none.
     """
 
     def __init__(self, model: nn.Module, how: BnSync) -> None:
         self._model, self._how = model, how
         self._layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        self._sizes = [layer.num_features for layer in self._layers]
         self._values = [0] * len(self._layers)
         for place, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(self._counter(place))
 
-    def synchronise(self, batches: Callable[[], Iterable[Any]], run: Callable[[Any], object]) -> None:
+    def synchronise(
+        self,
+        batches: Callable[[], Iterable[Any]],
+        run: Callable[[Any], object],
+        *,
+        versions: Sequence[Callable[[], AbstractContextManager[Any]]] = (nullcontext,),
+    ) -> None:
         """Make running statistics agree. A collective over all ranks, unless there is one or nothing to do.
 
-        batches: training micro-batches, for `precise`. run: a forward pass over one.
+        batches: training micro-batches, for `precise`. run: a forward pass over one. versions: contexts inside which
+        the model has its own weights and statistics, a moving average's, ...: each version's are merged.
         """
-        if not self._layers:
+        # Pooling what is pooled would count it as single ranks' once more.
+        if not any(self._values):
             return
-        if self._how is BnSync.precise:
-            self._recompute(batches(), run)
-        elif self._how is not BnSync.none and dist.is_initialized() and dist.get_world_size() > 1:
-            self._agree()
+        for version in versions:
+            with version():
+                if self._how is BnSync.precise:
+                    self._recompute(batches(), run)
+                elif self._how is not BnSync.none and dist.is_initialized() and dist.get_world_size() > 1:
+                    self._agree()
+        self._values = [0] * len(self._layers)
 
     def _counter(self, place: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def count(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -53,71 +67,89 @@ class BatchNormStatistics:
         return count
 
     def _agree(self) -> None:
-        sizes = [layer.num_features for layer in self._layers]
-        mean, var = self._flat()
+        buffers = self._buffers()
+        both = torch.cat(buffers).double()
         match self._how:
             case BnSync.pooled:
-                n = self._each(self._values, sizes, mean.device)
-                mean, var = _finish(_reduce(_moments(mean, var, n)))
+                both = _finish(_reduce(self._moments(both)), self._of_channels(both.device))
             case BnSync.mean:
-                both = _reduce(torch.stack([mean, var])) / dist.get_world_size()
-                mean, var = both[0], both[1]
+                both = _reduce(both) / dist.get_world_size()
             case BnSync.broadcast:
-                both = torch.stack([mean, var])
                 dist.broadcast(both, src=0)  # axes: all
-                mean, var = both[0], both[1]
-        self._write(mean, var)
+        self._write(buffers, both)
 
     @torch.no_grad()
     def _recompute(self, batches: Iterable[Any], run: Callable[[Any], object]) -> None:
-        """Statistics of many batches under the current weights (Wu & Johnson 2021, arXiv:2105.07576, section 3)."""
-        kept = [(layer.momentum, layer.num_batches_tracked.clone()) for layer in self._layers]  # type: ignore[union-attr]
-        sizes = [layer.num_features for layer in self._layers]
-        training, total = self._model.training, None
+        """Statistics of many batches under the current weights (Wu & Johnson 2021, arXiv:2105.07576, section 3).
+
+        They are taken from what layers are given: a layer of ghost batches keeps those of the last one only.
+        """
+        counters = [layer.num_batches_tracked for layer in self._layers]
+        kept = [counter.clone() for counter in counters]  # type: ignore[union-attr]
+        buffers = self._buffers()
+        sums = [torch.zeros(2, size, dtype=torch.float64, device=buffers[0].device) for size in self._sizes]
+        counts = [0.0] * len(self._layers)
+
+        def adder(place: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+            def add(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                x = inputs[0].float()
+                var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+                n = x.numel() // x.shape[1]
+                counts[place] += n
+                sums[place] += n * torch.stack([mean, var + mean.square()])
+
+            return add
+
+        hooks = [layer.register_forward_pre_hook(adder(place)) for place, layer in enumerate(self._layers)]
+        training = self._model.training
         self._model.train()
-        for layer in self._layers:
-            layer.momentum = 1.0  # running statistics are then those of the last batch
         for batch in batches:
             run(batch)
-            mean, var = self._flat()
-            moments = _moments(mean, var, self._each(self._values, sizes, mean.device))
-            total = moments if total is None else total + moments
-        for layer, (momentum, tracked) in zip(self._layers, kept, strict=True):
-            layer.momentum = momentum
-            layer.num_batches_tracked.copy_(tracked)  # type: ignore[union-attr]
         self._model.train(training)
-        assert total is not None, "no batches to recompute statistics from"
-        self._write(*_finish(_reduce(total)))
+        for hook in hooks:
+            hook.remove()
+        for counter, before in zip(counters, kept, strict=True):
+            counter.copy_(before)  # type: ignore[union-attr]
+        total = torch.cat([*torch.cat(sums, 1), torch.tensor(counts, dtype=torch.float64).to(buffers[0].device)])
+        self._write(buffers, _finish(_reduce(total), self._of_channels(total.device)))
 
-    def _flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All running means and all running variances, [channels of all layers], fp64."""
-        mean = torch.cat([layer.running_mean for layer in self._layers])  # type: ignore[misc]
-        var = torch.cat([layer.running_var for layer in self._layers])  # type: ignore[misc]
-        return mean.double(), var.double()
+    def _buffers(self) -> list[torch.Tensor]:
+        """Every layer's running mean, then every layer's running variance."""
+        found = [layer._buffers for layer in self._layers]
+        return [b["running_mean"] for b in found] + [b["running_var"] for b in found]  # type: ignore[return-value]
 
-    @staticmethod
-    def _each(values: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
-        """A number a layer, repeated for its channels."""
-        return torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), torch.tensor(sizes)).to(device)
+    def _of_channels(self, device: torch.device) -> torch.Tensor:
+        """The layer that each channel belongs to."""
+        layers = torch.arange(len(self._sizes))
+        return torch.repeat_interleave(layers, torch.tensor(self._sizes), output_size=sum(self._sizes)).to(device)
 
-    def _write(self, mean: torch.Tensor, var: torch.Tensor) -> None:
-        sizes = [layer.num_features for layer in self._layers]
-        for layer, m, v in zip(self._layers, mean.split(sizes), var.split(sizes), strict=True):
-            layer.running_mean.copy_(m)  # type: ignore[union-attr]
-            layer.running_var.copy_(v)  # type: ignore[union-attr]
+    def _moments(self, both: torch.Tensor) -> torch.Tensor:
+        """n E[x] and n E[x^2] of each channel, then n of each layer: one vector, which ranks can add."""
+        mean, var = both.chunk(2)
+        counts = torch.tensor(self._values, dtype=torch.float64).to(both.device)
+        n = counts[self._of_channels(both.device)]
+        moments = both.new_empty(len(both) + len(counts))
+        # In place: fresh memory costs more than these products.
+        first, second, last = moments.split([len(mean), len(mean), len(counts)])
+        torch.mul(n, mean, out=first)
+        torch.mul(first, mean, out=second)
+        second.addcmul_(n.sub_(1), var)
+        last.copy_(counts)
+        return moments
+
+    def _write(self, buffers: list[torch.Tensor], both: torch.Tensor) -> None:
+        torch._foreach_copy_(buffers, both.float().split(self._sizes * 2))
 
 
-def _moments(mean: torch.Tensor, var: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """n, n E[x], n E[x^2]: [3, channels], which ranks (and batches) can add. Nothing normalised counts for nothing."""
-    population = var * (n - 1).clamp(min=0) / n.clamp(min=1)
-    return torch.stack([n, n * mean, n * (population + mean.square())])
-
-
-def _finish(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    n, first, second = moments
-    mean = first / n
-    var = (second / n - mean.square()).clamp(min=0)
-    return mean, var * n / (n - 1).clamp(min=1)
+def _finish(moments: torch.Tensor, of_channels: torch.Tensor) -> torch.Tensor:
+    """Means, then unbiased variances, of added moments, in their place. of_channels: the layer of each channel."""
+    channels = len(of_channels)
+    n = moments[2 * channels :][of_channels]
+    first, second = moments[:channels], moments[channels : 2 * channels]
+    second.addcmul_(first, first / n, value=-1)
+    first.div_(n)
+    second.div_(n.sub_(1).clamp_(min=1)).clamp_(min=0)
+    return moments[: 2 * channels]
 
 
 def _reduce(values: torch.Tensor) -> torch.Tensor:

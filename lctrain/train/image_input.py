@@ -32,6 +32,8 @@ class ImageInput:
         store = prepare_images(self._data, split=cast(SplitName, split), report=self._session.log)
         if store is not None:
             self._check_store(store)
+        elif split == "eval":
+            self._check_no_evaluation()
         return store
 
     def open(self, key: str, split: str) -> ImageStore:
@@ -53,6 +55,19 @@ class ImageInput:
     def notes(self) -> list[str]:
         """Warnings that name their numbers."""
         return batch_notes(self._session.config, self._session.resolved.accumulation)
+
+    def _check_no_evaluation(self) -> None:
+        config = self._session.config
+        for field, value, off in (
+            ("eval.every_steps", config.eval.every_steps, "0"),
+            ("eval.every_epochs", config.eval.every_epochs, "0"),
+            ("logging.mlperf", config.logging.mlperf, "false"),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{field}={str(value).lower()} but data.source={self._data.source} holds no validation images "
+                    f"(val/, validation/ or test/); give data.eval_source=PATH, or {field}={off}"
+                )
 
     def _check_store(self, store: ImageStore) -> None:
         classes, channels = shape_of(self._session, store)

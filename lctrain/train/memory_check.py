@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lctrain.config.memory import Recompute
 from lctrain.config.parallel import FsdpConfig, Zero3OffloadConfig, ZeroConfig
+from lctrain.config.precision import Bf16Config
 from lctrain.config.resolve import Resolved
 from lctrain.errors import DeviceError
 
@@ -46,6 +47,8 @@ def state_bytes(resolved: Resolved, counts: ModelCounts, compute_bytes: int) -> 
     if isinstance(parallel, ZeroConfig):
         weights = compute_bytes * counts.parameters / (sizes.world if parallel.stage == 3 else 1)
         gradients = compute_bytes * trained / (sizes.world if parallel.stage >= 2 else 1)
+        if parallel.stage == 1 and isinstance(resolved.config.precision, Bf16Config):
+            gradients += _FP32 * trained  # DeepSpeed's bf16 optimizer adds micro-steps up in fp32, unsharded
         optimizer = (_FP32 + _ADAM) * trained / sizes.world
         offload = parallel if isinstance(parallel, Zero3OffloadConfig) else None
         host += optimizer if offload and offload.offload_optimizer else 0.0

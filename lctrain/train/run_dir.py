@@ -11,7 +11,7 @@ from typing import Any
 
 from lctrain.config.plain import save as save_config
 from lctrain.config.root import TrainConfig
-from lctrain.errors import ConfigError
+from lctrain.errors import CheckpointError, ConfigError
 
 
 def default_run_dir(recipe: str | None) -> Path:
@@ -48,6 +48,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.log = path / "log.txt"
+        self.classes = path / "classes.json"
 
     def create(self, config: TrainConfig) -> None:
         """Make the directory and write config.yaml."""
@@ -62,6 +63,19 @@ class RunDir:
         lines = self.metrics.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
         _replace(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    def write_classes(self, names: list[str]) -> None:
+        """Remember what labels mean, which the images' cache may not for ever."""
+        _replace(self.classes, json.dumps(names, ensure_ascii=False) + "\n")
+
+    def read_classes(self) -> list[str]:
+        """The names of classes in the order of labels. Raises CheckpointError when they are not there."""
+        try:
+            return list(json.loads(self.classes.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.classes} cannot be read ({error}); put the file with the list of class names back"
+            ) from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, aside and renamed."""

@@ -15,7 +15,7 @@ from lctrain.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepLoss:
-    """mean: over the global batch. own: this rank's part of it times the number of ranks, so that ranks' mean is mean."""
+    """mean: over the global batch. own: this rank's part of it times the number of ranks: the mean of them is mean."""
 
     mean: float
     own: float

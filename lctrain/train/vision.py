@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lctrain.config.batch_norm import BnStatistics, BnSync
 from lctrain.config.images import ImagesConfig
 from lctrain.config.parallel import FsdpConfig
 from lctrain.data.images.loader import ImageLoader, choose_workers, image_eval_batches
@@ -33,6 +35,7 @@ from lctrain.train.callbacks.mlperf import Job as MlperfJob
 from lctrain.train.callbacks.mlperf import MlperfLog
 from lctrain.train.evaluate import evaluate
 from lctrain.train.image_input import shape_of
+from lctrain.train.run_dir import RunDir
 from lctrain.train.samples import draw_samples
 from lctrain.train.session import Session
 from lctrain.train.weights import same_everywhere
@@ -58,7 +61,8 @@ class Vision:
         self._batches = ImageLoader(
             data,
             cfg=self._data,
-            order=order,
+            # Training ends before a step that images do not fill; recomputing statistics goes on past it.
+            order=replace(order, limit=None),
             seed=config.seed,
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.sizes.data,
@@ -70,8 +74,9 @@ class Vision:
         return self._batches
 
     def callbacks(self, run_dir: Path, data: dict[str, Any], order: SampleOrder) -> list[Callback]:
-        """An MLPerf log; and pictures of what training will see are drawn at once."""
+        """An MLPerf log. Class names, and pictures of what training will see, are written at once."""
         logging, train = self.session.config.logging, data["train"]
+        RunDir(run_dir).write_classes(train.manifest.classes)
         if logging.pictures:
             first = self.loader(train, order).iterate(0, 1)
             batch = next(iter(first))[1][0]
@@ -135,7 +140,8 @@ class Vision:
         return evaluate(self.engine, self.objective, batches, self.mesh)
 
     def _synchronise(self) -> None:
-        self.statistics.synchronise(self._training_batches, self._forward)
+        versions = (nullcontext,) if self.ema is None else (nullcontext, self.ema.used)
+        self.statistics.synchronise(self._training_batches, self._forward, versions=versions)
 
     def _training_batches(self) -> Iterable[ImageBatch]:
         """bn.precise_batches micro-batches from where training is."""
@@ -177,7 +183,9 @@ def build_vision(session: Session, mesh: Mesh, data: Any, *, init_weights: bool)
     if not isinstance(config.parallel, FsdpConfig):  # which shards contiguous weights only; activations are anyway
         to_channels_last(model)
     model.to(mesh.device.torch_device)
-    statistics = BatchNormStatistics(model, config.bn.sync)
+    # SyncBN's agree already.
+    synced = config.bn.statistics is BnStatistics.sync and config.bn.sync is not BnSync.precise
+    statistics = BatchNormStatistics(model, BnSync.none if synced else config.bn.sync)
     # fp32 shards and autocast, which knows that BatchNorm keeps to fp32.
     apply_layout(
         model,

@@ -1,25 +1,32 @@
-"""`python -m lctrain export run_dir=DIR out=OUT`: a checkpoint as a Hugging Face folder."""
+"""`python -m lctrain export run_dir=DIR out=OUT`: a checkpoint as a Hugging Face folder, or a classifier's file."""
 
 from __future__ import annotations
 
 import difflib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lctrain.config.model import CausalLMConfig
+from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 _DTYPES = ("fp32", "bf16", "fp16")
+_WEIGHTS = ("model", "average")
 _FIELDS = {
     "run_dir": "the run to export",
     "out": "the folder to write; it must not exist or be empty",
     "checkpoint": "a checkpoints/step-N folder; the last whole one when not given",
     "dtype": f"one of {', '.join(_DTYPES)}; fp32 when not given",
+    "weights": f"one of {', '.join(_WEIGHTS)} (an image run's moving average); model when not given",
 }
 
 
 def run(command: Any) -> int:
-    """Write config.json, safetensors and the tokenizer. Raises ConfigError, CheckpointError."""
+    """Write safetensors and what belongs to them. Raises ConfigError, CheckpointError."""
     fields = _parse(command.overrides)
     run_dir, out = Path(fields["run_dir"]), Path(fields["out"])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -30,7 +37,7 @@ def run(command: Any) -> int:
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        _export(run_dir, folder, aside, fields.get("dtype", "fp32"))
+        _export(run_dir, folder, aside, fields)
         if out.exists():
             out.rmdir()
         aside.rename(out)
@@ -53,8 +60,9 @@ def _parse(overrides: tuple[str, ...]) -> dict[str, str]:
     for key in ("run_dir", "out"):
         if key not in fields:
             raise ConfigError(f"{key} is not given; write python -m lctrain export run_dir=DIR out=OUT")
-    if fields.get("dtype", "fp32") not in _DTYPES:
-        raise ConfigError(f"dtype={fields['dtype']} is unknown; it is one of {', '.join(_DTYPES)}")
+    for key, known in (("dtype", _DTYPES), ("weights", _WEIGHTS)):
+        if fields.get(key, known[0]) not in known:
+            raise ConfigError(f"{key}={fields[key]} is unknown; it is one of {', '.join(known)}")
     return fields
 
 
@@ -69,11 +77,27 @@ def _checkpoint(run_dir: Path, given: str | None) -> Path:
     return found
 
 
-def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
-    """One process holds the model once, in the exported dtype, in host memory; optimizer state is not read."""
+def _export(run_dir: Path, folder: Path, out: Path, fields: dict[str, str]) -> None:
     import torch
 
     from lctrain.config.plain import load
+    from lctrain.verbs.export_image import export_classifier
+
+    config = load(run_dir / "config.yaml")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[fields.get("dtype", "fp32")]
+    average = fields.get("weights") == "average"
+    if not isinstance(config.model, CausalLMConfig):
+        export_classifier(config, run_dir, folder, out, dtype, average=average)
+        return
+    if average:
+        raise ConfigError(f"weights=average is for image runs, and {run_dir} is a language run; leave it out")
+    _export_language(config, folder, out, dtype)
+
+
+def _export_language(config: TrainConfig, folder: Path, out: Path, target: torch.dtype) -> None:
+    """One process holds the model once, in the exported dtype, in host memory; optimizer state is not read."""
+    import torch
+
     from lctrain.data.tokenizer import load_tokenizer
     from lctrain.engines.sharded_state import read
     from lctrain.models.build import build_model, set_first_weights
@@ -83,8 +107,6 @@ def _export(run_dir: Path, folder: Path, out: Path, dtype: str) -> None:
     from lctrain.models.materialize import materialize_empty
     from lctrain.runtime.seed import weights_seed
 
-    config = load(run_dir / "config.yaml")
-    target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     hf_config = read_config(config.language_model, max_length=config.documents.max_length)
     trust = config.language_model.trust_remote_code
     # Adapters are merged in fp32 and rounded once.

@@ -153,6 +153,7 @@ def _overflow(ranks: Any, plain: dict[str, Any]) -> dict[str, Any]:
         "skipped": [r.skipped for r in results],
         "norms": [r.grad_norm for r in results],
         "scales": [*scales, fresh.scale_state()["value"]],
+        "good_steps": [language.engine.scale_state()["good_steps"], fresh.scale_state()["good_steps"]],
         "parameters": parameters,
     }
 
@@ -164,6 +165,7 @@ def test_all_ranks_skip_an_overflow_together_and_the_scale_is_carried_on(layout:
         assert result["skipped"] == [False, True, False]
         assert [np.isfinite(n) for n in result["norms"]] == [True, False, True]
         assert result["scales"] == [64, 32, 32, 32]
+        assert result["good_steps"] == [1, 1]
         first, second, third = result["parameters"]
         assert same(first, second)
         assert not same(second, third)

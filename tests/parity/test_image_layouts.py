@@ -55,7 +55,11 @@ ROWS = [
     Row(1, ("parallel=single", "train.micro_batch_size=8", "bn.statistics=ghost", "bn.ghost_size=2")),
     Row(2, ("parallel=ddp",)),
     Row(2, ("parallel=ddp",), lars=True),
-    Row(2, ("parallel=ddp", "parallel.static_graph=true", "parallel.bucket_mb=0.001", "train.micro_batch_size=4"), together=4),
+    Row(
+        2,
+        ("parallel=ddp", "parallel.static_graph=true", "parallel.bucket_mb=0.001", "train.micro_batch_size=4"),
+        together=4,
+    ),
     Row(2, ("parallel=ddp", SYNC), together=4),
     Row(2, ("parallel=fsdp",)),
     Row(2, ("parallel=fsdp",), lars=True),
@@ -63,7 +67,7 @@ ROWS = [
     Row(4, ("parallel=ddp", SYNC), together=8),
     Row(4, ("parallel=hsdp", "parallel.dp_replicate_size=2")),
     Row(4, ("parallel=hsdp", "parallel.dp_replicate_size=2"), lars=True),
-]  # fmt: skip
+]
 
 
 def plain_of(row: Row) -> dict[str, Any]:
@@ -137,7 +141,8 @@ def test_every_layout_equals_the_plain_loop(row: Row) -> None:
 
 def test_half_precision_stays_near() -> None:
     right = reference(False, 2)
-    for overrides in (("parallel=ddp", "precision=bf16"), ("parallel=fsdp", "precision=bf16"), ("parallel=ddp", "parallel.compress=bf16")):  # fmt: skip
+    half = "precision=bf16"
+    for overrides in (("parallel=ddp", half), ("parallel=fsdp", half), ("parallel=ddp", "parallel.compress=bf16")):
         for rank in pool(2).run(train_images, plain=plain_of(Row(2, overrides))):
             assert rank["loss"] == pytest.approx(right["loss"], rel=0.05), overrides
             assert rank["loss"] != pytest.approx(right["loss"], rel=1e-7), overrides

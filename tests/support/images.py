@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +75,37 @@ def build_images(ranks: Ranks, plain: dict[str, Any]) -> tuple[Any, Any, dict[st
     return session, build_job(session, mesh, splits["train"], init_weights=True), splits
 
 
-def train_images(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict[str, Any]:
-    """Losses, gradient norms, metrics, final parameters and running statistics (by name, as numpy)."""
+def image_trainer(session: Any, job: Any, splits: dict[str, Any], *, steps: int, recorder: Any, **more: Any) -> Any:
+    """A trainer of so many steps; `more` are further fields of it."""
     from lctrain.data.order import SampleOrder
     from lctrain.optim.schedule import lr_factor, peak_lr
     from lctrain.train.trainer import Limits, Trainer
 
-    session, job, splits = build_images(ranks, plain)
     config = session.config
     size = config.train.global_batch_size
     order = SampleOrder(size=len(splits["train"]), seed=config.seed, global_batch_size=size)
-    recorder = Recorder()
-    trainer = Trainer(
+    fields: dict[str, Any] = {"save": lambda state: None} | more
+    return Trainer(
         engine=job.engine,
         objective=job.objective,
         batches=job.loader(splits["train"], order),
         mesh=job.mesh,
         limits=Limits(steps, 20, 2.0),
         lr_at=lambda step: peak_lr(config.optim, size) * lr_factor(config.schedule, step, steps),
-        save=lambda state: None,
         evaluate=lambda: job.evaluate(splits["eval"], while_training=True),
         stop=session.stop,
         seed=config.seed,
         callbacks=[recorder],
         step_done=job.step_done,
+        **fields,
     )
+
+
+def train_images(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict[str, Any]:
+    """Losses, gradient norms, metrics, final parameters and running statistics (by name, as numpy)."""
+    session, job, splits = build_images(ranks, plain)
+    recorder = Recorder()
+    trainer = image_trainer(session, job, splits, steps=steps, recorder=recorder)
     trainer.fit()
     return {
         "loss": recorder.losses,
@@ -106,3 +114,12 @@ def train_images(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict
         "parameters": {n: full(p).float().numpy() for n, p in job.engine.module.named_parameters()},
         "buffers": {n: b.float().numpy() for n, b in job.engine.module.named_buffers()},
     }
+
+
+def checked(run: Path) -> int:
+    """The exit code of the official checker on a run's MLPerf log."""
+    words = ["--usage", "training", "--ruleset", "4.0.0", "--log_output", str(run / "checked.txt")]
+    return subprocess.run(
+        [sys.executable, "-m", "mlperf_logging.compliance_checker", *words, str(run / "mlperf.log")],
+        capture_output=True, check=False,
+    ).returncode  # fmt: skip

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from lctrain.config.images import Crop, ImagesConfig
+from lctrain.data.images.loader import ImageLoader
 from lctrain.data.images.shards import Shard, ShardWriter, image_digest, shard_name
 from lctrain.data.images.store import MANIFEST, ImageStore
+from lctrain.data.order import SampleOrder
+
+COUNT = 20
+LABELS = [place % 5 for place in range(COUNT)]
 
 
 def picture(height: int, width: int, *, seed: int = 0) -> np.ndarray:
@@ -60,3 +68,30 @@ def write_store(
     }
     (folder / MANIFEST).write_text(json.dumps(fields), encoding="utf-8")
     return ImageStore(folder)
+
+
+def jpeg_store(folder: Path) -> ImageStore:
+    """COUNT JPEG files, no two of one size."""
+    pictures = [picture(40 + place, 70 - place, seed=place) for place in range(COUNT)]
+    return write_store(folder, [encoded(pixels, quality=90) for pixels in pictures], labels=LABELS)
+
+
+def config(**settings: object) -> ImagesConfig:
+    """Small images that are moved by up to two pixels."""
+    return ImagesConfig(**{"image_size": 12, "crop": Crop.padded, "crop_padding": 2} | settings)
+
+
+def loader_of(store: ImageStore, cfg: ImagesConfig, *, batch: int = 8, **settings) -> ImageLoader:
+    """A loader of `batch` images a step."""
+    order = SampleOrder(size=len(store), seed=7, global_batch_size=batch, limit=settings.pop("limit", None))
+    return ImageLoader(store, cfg=cfg, order=order, **{"seed": 3} | settings)
+
+
+def seen(loader: ImageLoader, first: int, end: int) -> list[tuple[int, bytes, list[int]]]:
+    """Everything a loader gives, in a form that compares."""
+    return [(s, b.images.numpy().tobytes(), b.labels.tolist()) for s, bs in loader.iterate(first, end) for b in bs]
+
+
+def decoders() -> list[multiprocessing.Process]:
+    """The decoding processes of this one; tests may have other children."""
+    return [child for child in multiprocessing.active_children() if isinstance(child, ForkServerProcess)]

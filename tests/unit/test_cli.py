@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
@@ -112,10 +113,9 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     ("words", "code", "limit_s"), [(["--help"], 0, 1.0), (["recipe=llama_tiny_32k", "optim.lrr=1"], 2, 2.0)]
 )
 def test_quick_enough(words: list[str], code: int, limit_s: float) -> None:
-    taken = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "lctrain", *words], capture_output=True)
-        taken.append(time.perf_counter() - begun)
-        assert done.returncode == code
-    assert min(taken) <= limit_s
+    """In CPU seconds, which other work on the machine does not lengthen; tools/bench/startup.py measures the wait."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "lctrain", *words], capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == code
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= limit_s

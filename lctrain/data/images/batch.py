@@ -43,17 +43,18 @@ class BatchBuilder:
         self._store, self._cfg, self._seed = store, cfg, seed
         self._channels = store.manifest.channels
 
-    def images(self, work: Work, *, share: bool = False) -> torch.Tensor:
-        """Pixels of `work`, [B, S, S, C] uint8; zeros where there is no sample. share: in shared memory.
+    def shape(self, work: Work) -> tuple[int, ...]:
+        """[B, S, S, C] of the pixels of `work`."""
+        return len(work.indices), self._cfg.image_size, self._cfg.image_size, self._channels
+
+    def images(self, work: Work, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pixels of `work`, [B, S, S, C] uint8; zeros where there is no sample. out: where to put them.
 
         Raises DataError naming an image that cannot be decoded.
         """
         import torch
 
-        size = self._cfg.image_size
-        batch = torch.empty((len(work.indices), size, size, self._channels), dtype=torch.uint8)
-        if share:
-            batch = batch.share_memory_()
+        batch = torch.empty(self.shape(work), dtype=torch.uint8) if out is None else out
         live = work.indices != EMPTY
         batch.numpy()[~live] = 0
         draws = uniforms(self._seed, work.epochs, work.indices, DRAWS)
@@ -103,33 +104,41 @@ class BatchBuilder:
         """One image at S x S: a random box of it, or without draws what evaluation sees."""
         if self._raw is not None:
             pixels = self._raw.image(index)
-            return pixels.copy() if draws is None and self._fits else self._part(pixels, pixels.shape[:2], draws)
-        data = self._store.image(index)
-        # A box belongs to the whole image, also where a smaller one is decoded.
-        whole = size_of(data) if self._cfg.decode is Decode.fast else None
+            if draws is None and self._fits:
+                return pixels.copy()
+            return self._seen(pixels, None if draws is None else self._box(pixels.shape, draws))
         try:
-            enough = self._enough(whole, draws) if whole else None
-            pixels = decode(data, channels=self._channels, at_least=enough, scratch=scratch)
+            return self._decoded(self._store.image(index), draws, scratch)
         except ValueError as error:
             raise DataError(
                 f"image {self._store.name(index)!r} of {self._store.folder} cannot be decoded ({error}); repair or "
                 "remove it in the source and run python -m lctrain stage again"
             ) from error
-        return self._part(pixels, whole or pixels.shape[:2], draws)
 
-    def _part(self, pixels: np.ndarray, whole: tuple[int, ...], draws: list[float] | None) -> np.ndarray:
+    def _decoded(self, data: memoryview, draws: list[float] | None, scratch: Scratch) -> np.ndarray:
+        size = size_of(data)
+        if size is None:
+            pixels = decode(data, channels=self._channels)
+            return self._seen(pixels, None if draws is None else self._box(pixels.shape, draws))
+        # A box belongs to the whole image, also where only a smaller one or its upper part is decoded.
+        box = None if draws is None else self._box(size, draws)
+        enough = self._enough(size, box) if self._cfg.decode is Decode.fast else None
+        rows = None if box is None else box.top + box.height
+        pixels = decode(data, channels=self._channels, at_least=enough, rows=rows, scratch=scratch)
+        return self._seen(pixels, box if box is None else box.scaled(pixels.shape[1] / size[1], pixels.shape))
+
+    def _seen(self, pixels: np.ndarray, box: Box | None) -> np.ndarray:
         size = self._cfg.image_size
-        if draws is None:
+        if box is None:
             return central(pixels, size=size, fraction=self._cfg.eval_crop)
-        return resize(self._box(whole, draws).scaled(whole, pixels.shape).of(pixels), size, size)
+        return resize(box.of(pixels), size, size)
 
-    def _enough(self, whole: tuple[int, ...], draws: list[float] | None) -> tuple[int, int]:
-        """Height and width at which the part that is seen need not be enlarged more than the whole image's is."""
+    def _enough(self, whole: tuple[int, ...], box: Box | None) -> tuple[int, int]:
+        """Height and width of an image in which what is seen has at least the S x S pixels it becomes."""
         height, width = whole
         size = self._cfg.image_size
-        if draws is None:
+        if box is None:
             return central_sizes(height, width, size=size, fraction=self._cfg.eval_crop)
-        box = self._box(whole, draws)
         return math.ceil(height * size / box.height), math.ceil(width * size / box.width)
 
     def _box(self, whole: tuple[int, ...], draws: list[float]) -> Box:

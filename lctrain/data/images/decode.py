@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
+_END = b"\xff\xd9"
+_SEQUENTIAL, _TABLES = (0xC0, 0xC1), (0xC4, 0xC8, 0xCC)  # start of a frame; what else lies among their markers
+_SPARE_ROWS = 8
 _SUBTRACTIVE = ("CMYK", "YCCK")  # Pillow knows which of these files are inverted
 
 
@@ -45,13 +48,15 @@ def decode(
     *,
     channels: int,
     at_least: tuple[int, int] | None = None,
+    rows: int | None = None,
     scratch: Scratch | None = None,
 ) -> np.ndarray:
     """Pixels of an encoded image, [H, W, channels] uint8; gray images repeat their one channel.
 
     at_least: (height, width) that are enough. A JPEG is then decoded with the fast transform and upsampling, and at
     the smallest eighth of its size that has as much, if that is half of it or less (more costs as much as the whole).
-    None decodes it whole, as Pillow would. scratch: where to put the pixels, if they are not kept.
+    None decodes it whole, as Pillow would. rows: how many, from the top, are needed; a JPEG that is not made smaller
+    may then end below them, H is less. scratch: where to put the pixels, if they are not kept.
     Raises ValueError with the reason where neither simplejpeg nor Pillow can read it.
     """
     import simplejpeg
@@ -62,19 +67,47 @@ def decode(
         height, width = at_least or whole
         if 2 * height > whole[0] or 2 * width > whole[1]:
             height, width = whole
+        cut = cut_below(data, rows) if rows is not None and (height, width) == whole else None
         try:
             return simplejpeg.decode_jpeg(
-                _unsigned(data),
+                _unsigned(data) if cut is None else cut,
                 _COLOURS[channels],
                 fastdct=fast,
                 fastupsample=fast,
-                min_height=height,
+                min_height=0 if cut else height,
                 min_width=width,
                 buffer=scratch.array(*whole, channels) if scratch else None,
+                strict=cut is None,
             )
         except ValueError:
             pass  # it is strict: some files that every viewer shows have a flaw
     return _with_pillow(data, channels)
+
+
+def cut_below(data: bytes | memoryview, rows: int) -> bytearray | None:
+    """A JPEG whose header says that it ends a little below its first `rows` rows; None where that cannot be done.
+
+    A decoder then stops there and leaves the rest of the data alone, which it can only skip with a warning. So the
+    file must be one that was stored to its end, and have its one scan from top to bottom (SOF0 or SOF1).
+    """
+    view = _unsigned(data)
+    if view[-2:] != _END:
+        return None
+    place = 2
+    while place + 9 < len(view) and view[place] == 0xFF:
+        marker = view[place + 1]
+        if marker in _SEQUENTIAL:
+            height = int.from_bytes(view[place + 5 : place + 7], "big")
+            # Colours of a row may be made from those of the next one too.
+            if rows + _SPARE_ROWS >= height:
+                return None
+            cut = bytearray(view)
+            cut[place + 5 : place + 7] = (rows + _SPARE_ROWS).to_bytes(2, "big")
+            return cut
+        if 0xC0 <= marker <= 0xCF and marker not in _TABLES:
+            return None
+        place += 2 + int.from_bytes(view[place + 2 : place + 4], "big")
+    return None
 
 
 def _unsigned(data: bytes | memoryview) -> memoryview:

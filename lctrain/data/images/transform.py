@@ -24,10 +24,10 @@ class Box:
     width: int
     height: int
 
-    def scaled(self, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
-        """The same part of the image when (height, width) `old` became `new`, to the nearest pixel."""
-        left, width = _moved(self.left, self.width, new[1] / old[1], new[1])
-        top, height = _moved(self.top, self.height, new[0] / old[0], new[0])
+    def scaled(self, scale: float, shape: tuple[int, ...]) -> Box:
+        """The same part of the image at `scale` times its size, where it has `shape` [H, W, C]."""
+        left, width = _moved(self.left, self.width, scale, shape[1])
+        top, height = _moved(self.top, self.height, scale, shape[0])
         return Box(left, top, width, height)
 
     def of(self, pixels: np.ndarray) -> np.ndarray:

@@ -90,6 +90,8 @@ def _client(config: MlflowConfig) -> MlflowClient:
         # MLflow keeps folders working for those who say that they mean them.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = Path(uri).expanduser().resolve().as_uri()
+    # Its seven attempts would keep all ranks waiting for minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lctrain.config.optim import LarsConfig, LarsForm
+from lctrain.config.optim import LarsConfig
 from lctrain.config.root import TrainConfig
 from lctrain.config.schedule import DecayConfig
+from lctrain.optim.lars import EPS
 from lctrain.optim.schedule import peak_lr, warmup_steps
-from lctrain.train.callbacks.base import Callback, StepRecord
+from lctrain.train.callbacks.base import Callback
 from lctrain.train.checkpoint import TrainState
 
 
@@ -37,7 +38,6 @@ class MlperfLog(Callback):
         self._path, self._config, self._job = path, config, job
         self._per_epoch = job.train_samples / config.train.global_batch_size
         self._total = 0
-        self._epoch = 0.0
         self._block: dict[str, Any] = {}
         path.unlink(missing_ok=True)
 
@@ -65,13 +65,9 @@ class MlperfLog(Callback):
         self._mark("run_start")
         self._begin_block(state.step)
 
-    def step_end(self, record: StepRecord) -> None:
-        """Remember where the run is."""
-        self._epoch = record.step / self._per_epoch
-
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """A block ends with the accuracy it reached."""
-        where = {"epoch_num": round(self._epoch, 4)}
+        where = {"epoch_num": round(step / self._per_epoch, 4)}
         self._end_block()
         self._mark("eval_start", metadata=where)
         self._point("eval_accuracy", metrics["top1"], metadata=where)
@@ -103,7 +99,7 @@ class MlperfLog(Callback):
             "lars_opt_learning_rate_warmup_epochs": warmup / self._per_epoch,
             "lars_opt_momentum": optim.momentum,
             "lars_opt_weight_decay": optim.weight_decay,
-            "lars_epsilon": optim.eps if optim.eps is not None else 0.0 if optim.form is LarsForm.paper else 1e-8,
+            "lars_epsilon": EPS[optim.form] if optim.eps is None else optim.eps,
         }
 
     def _begin_block(self, step: int) -> None:

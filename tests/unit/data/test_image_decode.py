@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lctrain.data.images.decode import decode, size_of
+from lctrain.data.images.decode import Scratch, cut_below, decode, size_of
 from tests.support.staged_images import encoded, picture
 
 PIXELS = picture(60, 90)
@@ -75,3 +75,47 @@ def test_enough_is_the_smallest_eighth_or_the_whole(least: tuple[int, int], eigh
     assert found.shape == (8 * eighths, 12 * eighths, 3)
     small = np.asarray(Image.fromarray(pixels).resize(found.shape[1::-1], Image.Resampling.BOX))
     assert np.abs(found.astype(int) - small).mean() < 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"restart_marker_rows": 1}]
+)
+def test_rows_below_need_not_be_decoded(options: dict[str, int]) -> None:
+    pixels = picture(93, 70, seed=1)
+    for colours, channels in ((pixels, 3), (pixels[..., 0], 1)):
+        data = encoded(colours, quality=90, **options)
+        whole = decode(data, channels=channels)
+        for rows in range(1, 94):
+            part = decode(data, channels=channels, rows=rows, scratch=Scratch())
+            assert rows <= len(part) <= max(rows + 8, 93)
+            assert np.array_equal(part[:rows], whole[:rows])
+        assert len(decode(data, channels=channels, rows=10)) == 18
+        assert np.array_equal(decode(data, channels=channels, rows=93), whole)
+
+
+def test_files_that_must_be_decoded_whole_are() -> None:
+    plain = encoded(PIXELS)
+    assert cut_below(plain, 20) is not None
+    assert cut_below(encoded(PIXELS, progressive=True), 20) is None
+    assert cut_below(plain + b"more", 20) is None
+    assert cut_below(plain[:-2], 20) is None
+    assert cut_below(plain[:30] + b"\xff\xd9", 20) is None
+    assert cut_below(b"", 20) is None
+    progressive = encoded(PIXELS, progressive=True)
+    assert np.array_equal(decode(progressive, channels=3, rows=20), with_pillow(progressive))
+    with pytest.raises(ValueError, match="truncated"):
+        decode(plain[:-300], channels=3, rows=20)
+    png = encoded(PIXELS, "PNG")
+    assert np.array_equal(decode(png, channels=3, rows=20), PIXELS)
+
+
+def test_scratch_is_used_again() -> None:
+    scratch, data = Scratch(), encoded(PIXELS)
+    first = decode(data, channels=3, scratch=scratch)
+    assert np.array_equal(first, decode(data, channels=3))
+    small = decode(encoded(PIXELS[:16, :24]), channels=3, scratch=scratch)
+    assert np.array_equal(small, decode(encoded(PIXELS[:16, :24]), channels=3))
+    assert np.shares_memory(first, small)
+    half = decode(data, channels=3, at_least=(30, 45), scratch=scratch)
+    assert np.array_equal(half, decode(data, channels=3, at_least=(30, 45)))
+    assert half.shape == (30, 45, 3)

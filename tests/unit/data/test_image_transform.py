@@ -117,9 +117,9 @@ def test_central_is_resizing_then_cropping(shape: tuple[int, int], size: int, fr
 
 def test_scaled_box_keeps_its_part() -> None:
     box = Box(10, 20, 30, 40)
-    assert box.scaled((100, 100), (50, 25)) == Box(2, 10, 8, 20)
-    assert box.scaled((77, 99), (77, 99)) == box
-    assert Box(99, 0, 1, 100).scaled((100, 100), (13, 13)) == Box(12, 0, 1, 13)
+    assert box.scaled(0.25, (25, 25, 3)) == Box(2, 5, 8, 10)
+    assert box.scaled(1.0, (60, 99, 3)) == box
+    assert Box(99, 0, 1, 100).scaled(0.125, (13, 13, 3)) == Box(12, 0, 1, 12)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

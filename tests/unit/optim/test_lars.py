@@ -109,6 +109,25 @@ def test_channels_last_weights_get_the_same_step() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
 
 
+def test_the_fused_path_is_exact_for_small_and_large_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lctrain.optim import lars as module
+
+    torch.manual_seed(0)
+    for factor in (1e-7, 1e-4, 0.3, 5.0):
+        w, g, v = torch.randn(3, 50)
+        fused = [t.clone() for t in (w, g, v * factor)]
+        plain = [t.double() for t in (w, g, v * factor)]
+        rates = {"lr": 1.0, "factor": factor, "decay": 1e-4 * factor, "momentum": 0.9, "nesterov": False}
+        module._sgd(*fused, **rates)
+        with monkeypatch.context() as patch:
+            patch.delattr(torch, "_fused_sgd_")
+            module._sgd(*plain, **rates)
+        for mine, right in ((fused[0], plain[0]), (fused[2], plain[2])):
+            torch.testing.assert_close(
+                mine.double(), right, rtol=1e-5, atol=1e-6 * factor if mine is fused[2] else 1e-6
+            )
+
+
 def test_groups_by_kind_of_module() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     config = LarsConfig(lr=2.0, weight_decay=0.1, form=LarsForm.fujitsu)

@@ -32,7 +32,9 @@ def job(*overrides: str, ranks: int = 8) -> Resolved:
         (["parallel=hsdp", "parallel.dp_replicate_size=2"], 28.0, 0.0),
         (["parallel=fsdp", "parallel.offload_params=true"], 0.0, 14.0),
         # bf16 weight and gradient beside fp32 master and moments: 2 + 2 + 12, each whole or cut in 8.
-        (["parallel=zero1"], 14.0 + 14.0 + 10.5, 0.0),
+        (["parallel=zero1", "precision=fp16"], 14.0 + 14.0 + 10.5, 0.0),
+        # DeepSpeed's bf16 optimizer of stage 1 adds gradients up in whole fp32 ones.
+        (["parallel=zero1", "precision=bf16"], 14.0 + 14.0 + 28.0 + 10.5, 0.0),
         (["parallel=zero2"], 14.0 + 1.75 + 10.5, 0.0),
         (["parallel=zero3"], 1.75 + 1.75 + 10.5, 0.0),
         (["parallel=zero3_sp", "parallel.sp_size=2"], 14.0, 0.0),
