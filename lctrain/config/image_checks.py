@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lctrain.config.batch_norm import BnStatistics
 from lctrain.config.images import ImagesConfig
 from lctrain.config.memory import Recompute
 from lctrain.config.model import ResNetConfig
@@ -66,7 +67,9 @@ def batch_notes(config: TrainConfig, accumulation: int) -> list[str]:
     """What a person should know of a batch that can be run."""
     notes = []
     train, tuned = config.train, config.optim.tuned_for_batch
-    if isinstance(config.model, ResNetConfig) and accumulation > 1:
+    # Whoever asks for ghost batches means them to be small.
+    asked = config.bn.statistics is BnStatistics.ghost
+    if isinstance(config.model, ResNetConfig) and accumulation > 1 and not asked:
         notes.append(
             f"warning: BatchNorm normalises micro-batches of {train.micro_batch_size} images, not the "
             f"{train.micro_batch_size * accumulation} a rank has in a step, and updates its running statistics "

@@ -19,6 +19,7 @@ weights equal: no past rate has to be kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,68 +80,69 @@ class Lars(torch.optim.Optimizer):
         weights = [_local(p) for p in params]
         grads = [_local(p.grad) for p in params if p.grad is not None]
         buffers = [_local(self.state[p]["momentum"]) for p in params]
-        lr, beta, on_cpu = group["lr"], group["weight_decay"], weights[0].device.type == "cpu"
-        update = self._one_by_one if on_cpu else self._all_at_once
-        if not group["layerwise"]:
-            ones = torch.ones(len(params), device=weights[0].device)
-            update(lr, beta, weights, grads, buffers, ones, ones)
-            return
-        # On a CPU a tensor is updated while its norms have it in the cache; sharded ones share one all-reduce.
-        apart = on_cpu and not _sharding_groups(params[0])
-        for run in [slice(i, i + 1) for i in range(len(params))] if apart else [slice(None)]:
-            ratio, decay = self._ratios(params[run], weights[run], grads[run], lr, beta)
-            update(lr, beta, weights[run], grads[run], buffers[run], ratio, decay)
+        update = self._one_by_one if weights[0].device.type == "cpu" else self._all_at_once
+        update(group, _sharding_groups(params[0]), weights, grads, buffers)
 
-    def _ratios(
-        self, params: list[torch.Tensor], weights: list[torch.Tensor], grads: list[torch.Tensor], lr: float, beta: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """lambda of each tensor [P], and whether it decays [P] (1 or 0)."""
-        w, g = _whole_norms(params, weights, grads)
-        below = g + beta * (self._peak_lr if self.form is LarsForm.fujitsu else 1.0) * w + self._eps
+    def _ratio(self, w: float, g: float, lr: float, beta: float) -> tuple[float, bool]:
+        """lambda of a tensor with these norms, and whether it decays."""
+        live = w > 0 and g > 0
+        ratio = self._trust * w / (g + beta * self._scale * w + self._eps) if live else 1.0
+        if self.form is not LarsForm.clipped:
+            return ratio, True
+        # At a rate of 0 nothing moves, whatever the ratio.
+        return (min(ratio / lr, 1.0) if live and lr > 0 else 1.0), live
+
+    def _ratios(self, w: torch.Tensor, g: torch.Tensor, lr: float, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_ratio` of many tensors at once, [P] and [P] (1 or 0), without asking the device for a number."""
         live = (w > 0) & (g > 0)
-        ratio = self._trust * w / below
-        if self.form is LarsForm.clipped:
-            # At a rate of 0 nothing moves, whatever the ratio.
-            ratio = (ratio / lr).clamp(max=1.0) if lr > 0 else torch.ones_like(ratio)
-        decay = live.float() if self.form is LarsForm.clipped else torch.ones_like(ratio)
-        return torch.where(live, ratio, 1.0), decay
+        ratio = self._trust * w / (g + beta * self._scale * w + self._eps)
+        if self.form is not LarsForm.clipped:
+            return torch.where(live, ratio, 1.0), torch.ones_like(ratio)
+        ratio = (ratio / lr).clamp(max=1.0) if lr > 0 else torch.ones_like(ratio)
+        return torch.where(live, ratio, 1.0), live.to(ratio.dtype)
+
+    @property
+    def _scale(self) -> float:
+        """Factor on the decay in lambda's denominator."""
+        return self._peak_lr if self.form is LarsForm.fujitsu else 1.0
 
     def _one_by_one(
         self,
-        lr: float,
-        beta: float,
+        group: dict[str, Any],
+        axes: list[dist.ProcessGroup],
         weights: list[torch.Tensor],
         grads: list[torch.Tensor],
         buffers: list[torch.Tensor],
-        ratio: torch.Tensor,
-        decay: torch.Tensor,
     ) -> None:
-        """CPU: one pass over each tensor while it is in the cache; temporaries of a whole group would leave it."""
-        inside = self.form in _LR_INSIDE
-        for w, g, v, factor, decays in zip(weights, grads, buffers, ratio.tolist(), decay.tolist(), strict=True):
-            factor = factor * lr if inside else factor
-            _sgd(
-                w,
-                g,
-                v,
-                lr=1.0 if inside else lr,
-                factor=factor,
-                decay=factor * beta * decays,
-                momentum=self._momentum,
-                nesterov=self.form is LarsForm.nesterov,
-            )
+        """CPU: each tensor is updated in one pass while its norms have it in the cache, with numbers of the host."""
+        lr, beta = group["lr"], group["weight_decay"]
+        inside, nesterov = self.form in _LR_INSIDE, self.form is LarsForm.nesterov
+        sgd = partial(_sgd, lr=1.0 if inside else lr, momentum=self._momentum, nesterov=nesterov)
+        if not group["layerwise"]:
+            factor = lr if inside else 1.0
+            sgd(weights, grads, buffers, factor=factor, decay=factor * beta)
+            return
+        # Sharded tensors share one all-reduce.
+        known = [n.tolist() for n in _whole_norms(axes, weights, grads)] if axes else None
+        for i, (w, g, v) in enumerate(zip(weights, grads, buffers, strict=True)):
+            w_norm, g_norm = (known[0][i], known[1][i]) if known else (_norm(w), _norm(g))
+            ratio, decays = self._ratio(w_norm, g_norm, lr, beta)
+            factor = ratio * lr if inside else ratio
+            sgd([w], [g], [v], factor=factor, decay=factor * beta if decays else 0.0)
 
     def _all_at_once(
         self,
-        lr: float,
-        beta: float,
+        group: dict[str, Any],
+        axes: list[dist.ProcessGroup],
         weights: list[torch.Tensor],
         grads: list[torch.Tensor],
         buffers: list[torch.Tensor],
-        ratio: torch.Tensor,
-        decay: torch.Tensor,
     ) -> None:
         """Accelerators: few launches over all tensors, and no number brought to the host."""
+        lr, beta = group["lr"], group["weight_decay"]
+        ratio = decay = torch.ones(len(weights), device=weights[0].device)
+        if group["layerwise"]:
+            ratio, decay = self._ratios(*_whole_norms(axes, weights, grads), lr, beta)
         inside = self.form in _LR_INSIDE
         factor = ratio * lr if inside else ratio
         torch._foreach_mul_(grads, list(factor.unbind()))
@@ -157,9 +159,9 @@ class Lars(torch.optim.Optimizer):
 
 
 def _sgd(
-    w: torch.Tensor,
-    g: torch.Tensor,
-    v: torch.Tensor,
+    weights: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    buffers: list[torch.Tensor],
     *,
     lr: float,
     factor: float,
@@ -169,25 +171,31 @@ def _sgd(
 ) -> None:
     """v <- momentum v + factor g + decay w, then w <- w - lr v (Nesterov: lr (the new part + momentum v)), in place."""
     fused = getattr(torch, "_fused_sgd_", None)
-    if fused is not None and factor > 0 and _walkable(w, g, v):
+    if fused is not None and factor > 0 and all(map(_walkable, weights, grads, buffers)):
         # What is left of a gradient after dampening: any factor in one pass. Nesterov's step takes the gradient
         # undampened, so there a gradient scale divides it before the decay is added.
         dampened = not nesterov
         # The kernel copies what is not contiguous, channels-last weights too, so it gets memory as a line.
         fused(
-            [_line(w)], [_line(g)], [_line(v)], weight_decay=decay / factor if dampened else decay, momentum=momentum,
+            *([_line(t) for t in tensors] for tensors in (weights, grads, buffers)),
+            weight_decay=decay / factor if dampened else decay, momentum=momentum,
             lr=lr, dampening=1.0 - factor if dampened else 0.0, nesterov=nesterov, maximize=False, is_first_step=False,
             grad_scale=None if dampened else torch.tensor(1.0 / factor), found_inf=None,
         )  # fmt: skip
         return
-    g.mul_(factor).add_(w, alpha=decay)
-    v.mul_(momentum).add_(g)
-    w.sub_(g.add_(v, alpha=momentum) if nesterov else v, alpha=lr)
+    for w, g, v in zip(weights, grads, buffers, strict=True):
+        g.mul_(factor).add_(w, alpha=decay)
+        v.mul_(momentum).add_(g)
+        w.sub_(g.add_(v, alpha=momentum) if nesterov else v, alpha=lr)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor as they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _walkable(w: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -206,12 +214,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_norms(
-    params: list[torch.Tensor], weights: list[torch.Tensor], grads: list[torch.Tensor]
+    axes: list[dist.ProcessGroup], weights: list[torch.Tensor], grads: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms [P] of whole weights and whole gradients, from this rank's parts of them; fp32, fp64 where they are."""
+    """Norms [P] of whole weights and whole gradients, from this rank's parts of them; fp32, fp64 where they are.
+
+    axes: the groups that hold the other parts.
+    """
     dtype = torch.promote_types(weights[0].dtype, torch.float32)
     norms = torch.stack(torch._foreach_norm([*weights, *grads], 2, dtype))
-    axes = _sharding_groups(params[0])
     if axes:
         squares = norms.square()
         for group in axes:
