@@ -18,6 +18,7 @@ weights equal: no past rate has to be kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -190,12 +191,16 @@ def _sgd(
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    """The norm of one tensor, by BLAS where it can: quicker than torch's own reduction."""
+    if tensor.dtype not in (torch.float32, torch.float64) or not _walkable(tensor):
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    line = _line(tensor)
+    return math.sqrt(float(torch.dot(line, line)))
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor as they lie in memory."""
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _walkable(w: torch.Tensor, *others: torch.Tensor) -> bool:
