@@ -36,6 +36,7 @@ def words(folder: Path) -> list[str]:
         "train.micro_batch_size=2",
         "train.max_epochs=1.6",
         "bn.ghost_size=2",
+        "optim.lr=4.0",
         "schedule.warmup_epochs=0.5",
         "classification.ema_decay=0.9",
         "logging.every_steps=1",

@@ -124,7 +124,7 @@ def fit_ours(case: Case, watch: Watch) -> None:
             evaluate=None,
             stop=session.stop,
             seed=0,
-            callbacks=[*build_callbacks(config.logging, run_dir, session.log), _our_callback(watch)],
+            callbacks=[*build_callbacks(config, run_dir, session.log, rank=0), _our_callback(watch)],
             first_step_done=language.first_step_done,
         ).fit()
 
