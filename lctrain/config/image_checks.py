@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lctrain.config.batch_norm import BnStatistics
+from lctrain.config.batch_norm import BatchNormConfig, BnStatistics
 from lctrain.config.images import ImagesConfig
-from lctrain.config.memory import Recompute
-from lctrain.config.model import ResNetConfig
+from lctrain.config.memory import MemoryConfig, Recompute
+from lctrain.config.model import LeNetConfig, ResNetConfig
 from lctrain.config.parallel import DdpConfig, FsdpConfig, HsdpConfig, SingleConfig
 from lctrain.errors import ConfigError
 
@@ -43,8 +43,25 @@ def check_images(config: TrainConfig) -> None:
         raise ConfigError(
             f"memory.{field} is for decoder layers and model={config.model.kind} has none; use memory=none"
         )
+    if memory.loss_chunk_mb != MemoryConfig().loss_chunk_mb:
+        raise ConfigError(
+            f"memory.loss_chunk_mb={memory.loss_chunk_mb} has no effect on model={config.model.kind}; leave it out"
+        )
+    if isinstance(config.model, LeNetConfig):
+        _check_lenet(config)
     if isinstance(parallel, FsdpConfig) and parallel.offload_params:
         raise ConfigError("parallel.offload_params=true is not built for image models; set it to false")
+
+
+def _check_lenet(config: TrainConfig) -> None:
+    size = config.images.image_size
+    if size < 12 or size % 4:
+        raise ConfigError(
+            f"data.image_size={size} does not fit model=lenet; give a multiple of 4 of at least 12, e.g. 28"
+        )
+    changed = [name for name, value in vars(config.bn).items() if value != getattr(BatchNormConfig(), name)]
+    if changed:
+        raise ConfigError(f"bn.{changed[0]} has no effect on model=lenet, which has no BatchNorm; leave bn.* out")
 
 
 def check_batch(config: TrainConfig, sizes: Sizes) -> None:

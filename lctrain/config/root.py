@@ -171,8 +171,8 @@ class MlflowConfig:
 class LoggingConfig:
     """every_steps: steps between two records of metrics.jsonl.
 
-    mlperf: write mlperf.log, an MLPerf training log (image recipes). pictures: sample images and curves as PNG
-    (image recipes).
+    mlperf: write mlperf.log, an MLPerf training log (image recipes). pictures: loss and accuracy curves as PNG, and
+    for image recipes a grid of training images.
     """
 
     kind: str = "logging"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,6 +18,18 @@ def build_once(folder: Path, build: Callable[[Path], None], *, report: Callable[
     """
     if folder.is_dir():
         return False
+    with only_writer(folder, report=report):
+        if folder.is_dir():
+            return False
+        for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
+            shutil.rmtree(leftover)
+        _build_whole(folder, build)
+        return True
+
+
+@contextmanager
+def only_writer(folder: Path, *, report: Callable[[str], None]) -> Iterator[None]:
+    """Be the one process that writes `folder`; another one is waited for, and said so."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -27,12 +40,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, report: Callable[
         report(f"data: another process is preparing {folder.name}; waiting for it")
         lock.acquire()
     try:
-        if folder.is_dir():
-            return False
-        for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-            shutil.rmtree(leftover)
-        _build_whole(folder, build)
-        return True
+        yield
     finally:
         lock.release()
 

@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from lctrain.data.collate import collate
-from lctrain.data.order import EMPTY, SampleOrder
+from lctrain.data.order import EMPTY, DataShare, SampleOrder
 from lctrain.data.prepared import PreparedData
-from lctrain.errors import ConfigError
 from lctrain.ops.text_batch import TextBatch
 
 
@@ -20,8 +19,8 @@ class TextLoader:
 
     data_rank, data_size: this rank's place on the data axis; ranks that share a sequence share it.
     multiple: rows are padded to a multiple of this, so that sequence ranks get equal columns.
-    prefetch: steps built ahead by a thread. Raises ConfigError where the global batch does not
-    divide into micro-batches.
+    prefetch: steps built ahead by a thread. accumulation: micro-batches of a step on each data rank.
+    Raises ConfigError where the global batch does not divide into micro-batches.
     """
 
     def __init__(
@@ -35,25 +34,15 @@ class TextLoader:
         multiple: int = 1,
         prefetch: int = 0,
     ) -> None:
-        assert 0 <= data_rank < data_size, (data_rank, data_size)
-        if order.global_batch_size % (data_size * micro_batch_size):
-            raise ConfigError(
-                f"train.global_batch_size={order.global_batch_size} must be a multiple of "
-                f"train.micro_batch_size={micro_batch_size} x {data_size} data ranks; change one of the two sizes"
-            )
+        self._share = DataShare(rank=data_rank, size=data_size, micro_batch_size=micro_batch_size)
+        self.accumulation = self._share.accumulation(order.global_batch_size)
         self._prepared, self._order = prepared, order
-        self._rank, self._size, self._micro = data_rank, data_size, micro_batch_size
         self._multiple, self._prefetch = multiple, prefetch
 
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step on each data rank."""
-        return self._order.global_batch_size // (self._size * self._micro)
-
     def batches(self, step: int) -> list[TextBatch]:
-        """The micro-batches of `step`. Micro-batch i of rank r takes the (i * data_size + r)-th run of samples."""
-        runs = self._order.step_indices(step).reshape(self.accumulation, self._size, self._micro)
-        return [batch_of(self._prepared, run, multiple=self._multiple) for run in runs[:, self._rank]]
+        """The micro-batches of `step`."""
+        runs = self._share.runs(self._order.step_indices(step))
+        return [batch_of(self._prepared, run, multiple=self._multiple) for run in runs]
 
     def iterate(self, start_step: int, end_step: int) -> Iterator[tuple[int, list[TextBatch]]]:
         """(step, batches(step)) for start_step <= step < end_step; close it to stop the thread early."""
@@ -87,10 +76,8 @@ def eval_batches(
     Every rank gets equally many batches: places beyond the last sequence are rows of padding.
     """
     count = len(prepared) if max_sequences is None else min(len(prepared), max_sequences)
-    wide = data_size * micro_batch_size
-    indices = np.full(-(-count // wide) * wide, EMPTY, np.int64)
-    indices[:count] = np.arange(count)
-    for run in indices.reshape(-1, data_size, micro_batch_size)[:, data_rank]:
+    share = DataShare(rank=data_rank, size=data_size, micro_batch_size=micro_batch_size)
+    for run in share.validation(count):
         yield batch_of(prepared, run, multiple=multiple)
 
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from lctrain.errors import ConfigError
+
 EMPTY = -1
 
 
@@ -65,6 +67,42 @@ class SampleOrder:
     def _places(self, step: int) -> np.ndarray:
         start = step * self.global_batch_size
         return np.arange(start, start + self.global_batch_size, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShare:
+    """What one data rank takes of the samples of a step or of a validation split.
+
+    rank, size: its place on the data axis. micro_batch_size: samples of one of its micro-batches.
+    """
+
+    rank: int = 0
+    size: int = 1
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, (self.rank, self.size)
+
+    def accumulation(self, global_batch_size: int) -> int:
+        """Micro-batches of a step. Raises ConfigError where the batch does not divide into them."""
+        at_once = self.size * self.micro_batch_size
+        if global_batch_size % at_once:
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} must be a multiple of train.micro_batch_size="
+                f"{self.micro_batch_size} x {self.size} data ranks; change one of the two sizes"
+            )
+        return global_batch_size // at_once
+
+    def runs(self, places: np.ndarray) -> np.ndarray:
+        """[micro-batches, micro_batch_size]: micro-batch i of rank r takes the (i * size + r)-th run of `places`."""
+        return places.reshape(-1, self.size, self.micro_batch_size)[:, self.rank]
+
+    def validation(self, count: int) -> np.ndarray:
+        """Its share of samples 0 to count - 1, as `runs`; every rank gets equally many, EMPTY beyond the last."""
+        wide = self.size * self.micro_batch_size
+        indices = np.full(-(-count // wide) * wide, EMPTY, np.int64)
+        indices[:count] = np.arange(count)
+        return self.runs(indices)
 
 
 @lru_cache(maxsize=2)  # the current epoch and the next one, which a step may reach into

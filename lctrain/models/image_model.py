@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lctrain.config.model import ImageModelConfig, LeNetConfig, ResNetConfig
-from lctrain.errors import ConfigError, ModelError
+from lctrain.errors import ModelError
 from lctrain.models.lenet import LeNet
 from lctrain.models.resnet import ResNet
 
@@ -20,8 +21,7 @@ def build_image_model(
 ) -> ResNet | LeNet:
     """The model on the CPU in fp32, with weights from `seed` alone or from config.path.
 
-    Leaves torch's random state as it was. Raises ConfigError for a size the model cannot take, ModelError for
-    weights that do not fit.
+    Leaves torch's random state as it was. Raises ModelError for weights that do not fit.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -29,17 +29,22 @@ def build_image_model(
             case ResNetConfig():
                 model: ResNet | LeNet = ResNet(config, classes=classes, channels=channels)
             case LeNetConfig():
-                if image_size < 12 or image_size % 4:
-                    raise ConfigError(
-                        f"data.image_size={image_size} does not fit model=lenet; give a multiple of 4 of at least 12, "
-                        "e.g. 28"
-                    )
                 model = LeNet(classes=classes, channels=channels, image_size=image_size)
             case _:
                 raise AssertionError(type(config))
     if config.path is not None:
-        load_weights(model, Path(config.path).expanduser())
+        model.load_state_dict(_read_weights(model, Path(config.path).expanduser()), strict=False)
     return model
+
+
+def check_weights(config: ImageModelConfig, *, classes: int, channels: int, image_size: int) -> None:
+    """Raise ModelError when config.path cannot be read or does not fit the model; nothing is kept."""
+    if config.path is not None:
+        with torch.device("meta"):
+            model = build_image_model(
+                replace(config, path=None), classes=classes, channels=channels, image_size=image_size, seed=0
+            )
+        _read_weights(model, Path(config.path).expanduser())
 
 
 def to_channels_last(model: nn.Module) -> None:
@@ -47,8 +52,8 @@ def to_channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Read a safetensors file with torchvision's names. Raises ModelError naming what is missing or misshapen."""
+def _read_weights(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """A safetensors file with torchvision's names. Raises ModelError naming what is missing or misshapen."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -73,7 +78,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"model.path={path} does not fit the model: {'; '.join(what)}; set model.depth, model.classes and "
             "model.channels to the file's, or leave model.path out"
         )
-    model.load_state_dict(found, strict=False)
+    return found
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from lctrain.config.image_checks import batch_notes
 from lctrain.data.images.prepare import open_images, prepare_images
 from lctrain.data.images.store import ImageStore
 from lctrain.errors import ConfigError
-from lctrain.models.image_model import image_signature
+from lctrain.models.image_model import check_weights, image_signature
 from lctrain.train.session import Session
 
 SplitName = Literal["train", "eval"]
@@ -32,6 +32,9 @@ class ImageInput:
         store = prepare_images(self._data, split=cast(SplitName, split), report=self._session.log)
         if store is not None:
             self._check_store(store)
+            classes, channels = shape_of(self._session, store)
+            model = self._session.config.image_model
+            check_weights(model, classes=classes, channels=channels, image_size=self._data.image_size)
         elif split == "eval":
             self._check_no_evaluation()
         return store

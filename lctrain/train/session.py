@@ -20,7 +20,7 @@ from lctrain.errors import DeviceError
 from lctrain.runtime.device import Accelerator, choose, host_memory_bytes
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.process import Ranks, start_groups
-from lctrain.train.callbacks.build import check_packages
+from lctrain.train.callbacks.build import check_logs
 from lctrain.train.gate import first_on_node, share
 from lctrain.train.log import Log
 from lctrain.train.memory_check import ModelCounts, check_memory
@@ -68,7 +68,7 @@ class Session:
         if isinstance(self.config.precision, Bf16Config) and not self.device.supports_bf16():
             raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16; use precision=fp16")
         check_engine(self.resolved)
-        check_packages(self.config.logging)
+        check_logs(self.config.logging)
         self.input.check()
 
     def check_memory(self, counts: ModelCounts) -> None:

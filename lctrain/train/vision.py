@@ -57,8 +57,13 @@ class Vision:
 
     def loader(self, data: ImageStore, order: SampleOrder) -> ImageLoader:
         """This data rank's training batches."""
+        prefetch = self.session.config.data.prefetch
+        self._batches = self._loader(data, order, workers=self._workers(data), prefetch=prefetch)
+        return self._batches
+
+    def _loader(self, data: ImageStore, order: SampleOrder, *, workers: int, prefetch: int) -> ImageLoader:
         config = self.session.config
-        self._batches = ImageLoader(
+        return ImageLoader(
             data,
             cfg=self._data,
             # Training ends before a step that images do not fill; recomputing statistics goes on past it.
@@ -67,19 +72,17 @@ class Vision:
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.sizes.data,
             micro_batch_size=config.train.micro_batch_size,
-            workers=self._workers(data),
-            prefetch=config.data.prefetch,
+            workers=workers,
+            prefetch=prefetch,
             report=self.session.log,
         )
-        return self._batches
 
     def callbacks(self, run_dir: Path, data: dict[str, Any], order: SampleOrder) -> list[Callback]:
         """An MLPerf log. Class names, and pictures of what training will see, are written at once."""
         logging, train = self.session.config.logging, data["train"]
         RunDir(run_dir).write_classes(train.manifest.classes)
         if logging.pictures:
-            first = self.loader(train, order).iterate(0, 1)
-            batch = next(iter(first))[1][0]
+            _, (batch, *_) = next(self._loader(train, order, workers=0, prefetch=0).iterate(0, 1))
             draw_samples(batch.images, batch.labels.tolist(), train.manifest.classes, run_dir / "samples.png")
         if not logging.mlperf:
             return []

@@ -226,6 +226,8 @@ def test_verify_and_wrong_exports(
         (["model.classes=5"], ["model.classes=5 is less than the 6 classes", "leave it out"]),
         (["model.channels=3"], ["model.channels=3 but the images", "have 1", "leave it out"]),
         (["data.mean=[0.1,0.2,0.3]", "data.std=[1,1,1]"], ["has 3 numbers but the images", "have 1 channels"]),
+        (["model.path=none.safetensors"], ["model.path=none.safetensors cannot be read", "give a safetensors file"]),
+        (["logging.mlflow.uri=/dev/null"], ["logging.mlflow.uri=/dev/null cannot be used", "give a folder"]),
         (["train.max_epochs=0.2"], ["train.global_batch_size=8 is more than the 6 images of train.max_epochs=0.2"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] and " " not in value[0] else "",

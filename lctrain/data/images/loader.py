@@ -12,8 +12,7 @@ from lctrain.data.images.batch import BatchBuilder, Work
 from lctrain.data.images.columns import labels_of
 from lctrain.data.images.pool import make_ahead
 from lctrain.data.images.store import ImageStore
-from lctrain.data.order import EMPTY, SampleOrder
-from lctrain.errors import ConfigError
+from lctrain.data.order import EMPTY, DataShare, SampleOrder
 from lctrain.ops.image_batch import IGNORE, ImageBatch
 
 MOST_WORKERS = 8
@@ -24,7 +23,8 @@ class ImageLoader:
 
     seed: of crops and flips. data_rank, data_size: this rank's place on the data axis. workers: decoding processes;
     0 decodes in a thread of the rank, or at once where prefetch is 0. prefetch: steps made ahead. report: told when
-    a process died. Raises ConfigError where the global batch does not divide into micro-batches.
+    a process died. accumulation: micro-batches of a step on each data rank. Raises ConfigError where the global batch
+    does not divide into micro-batches.
     """
 
     def __init__(
@@ -41,27 +41,14 @@ class ImageLoader:
         prefetch: int = 0,
         report: Callable[[str], None] = print,
     ) -> None:
-        assert 0 <= data_rank < data_size, (data_rank, data_size)
-        if order.global_batch_size % (data_size * micro_batch_size):
-            raise ConfigError(
-                f"train.global_batch_size={order.global_batch_size} must be a multiple of "
-                f"train.micro_batch_size={micro_batch_size} x {data_size} data ranks; change one of the two sizes"
-            )
+        self._share = DataShare(rank=data_rank, size=data_size, micro_batch_size=micro_batch_size)
+        self.accumulation = self._share.accumulation(order.global_batch_size)
         self._builder, self._labels = BatchBuilder(store, cfg=cfg, seed=seed), labels_of(store)
         self._order, self._augment_epochs = order, cfg.augment_epochs
-        self._rank, self._size, self._micro = data_rank, data_size, micro_batch_size
         self._workers, self._prefetch, self._report = workers, prefetch, report
 
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step on each data rank."""
-        return self._order.global_batch_size // (self._size * self._micro)
-
     def iterate(self, start_step: int, end_step: int) -> Iterator[tuple[int, list[ImageBatch]]]:
-        """(step, its micro-batches) for start_step <= step < end_step; close it to stop threads and processes early.
-
-        Micro-batch i of rank r takes the (i * data_size + r)-th run of the step's samples.
-        """
+        """(step, its micro-batches) for start_step <= step < end_step; close it to stop threads and processes early."""
         works = (work for step in range(start_step, end_step) for work in self._works(step))
         batches = _batches(
             self._builder,
@@ -82,7 +69,7 @@ class ImageLoader:
         augment = np.ones(len(indices), bool)
         if self._augment_epochs is not None:
             augment = self._order.before(step, self._augment_epochs)
-        runs = np.arange(len(indices)).reshape(self.accumulation, self._size, self._micro)[:, self._rank]
+        runs = self._share.runs(np.arange(len(indices)))
         return [Work(indices[run], epochs[run], augment[run], step=step) for run in runs]
 
 
@@ -102,11 +89,8 @@ def image_eval_batches(
     Every rank gets equally many batches: places beyond the last image are zeros with label IGNORE.
     """
     count = len(store) if max_images is None else min(len(store), max_images)
-    wide = data_size * micro_batch_size
-    indices = np.full(-(-count // wide) * wide, EMPTY, np.int64)
-    indices[:count] = np.arange(count)
     nothing = np.zeros(micro_batch_size, np.int64)
-    runs = indices.reshape(-1, data_size, micro_batch_size)[:, data_rank]
+    runs = DataShare(rank=data_rank, size=data_size, micro_batch_size=micro_batch_size).validation(count)
     works = (Work(run, nothing, nothing.astype(bool), step=number) for number, run in enumerate(runs))
     return _batches(
         BatchBuilder(store, cfg=cfg, seed=0),

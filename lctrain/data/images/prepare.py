@@ -6,12 +6,12 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from lctrain.config.images import ImagesConfig
+from lctrain.data.cache import only_writer
 from lctrain.data.images.check import require_decoders
 from lctrain.data.images.layouts import open_images_source
 from lctrain.data.images.location import Location, locate
@@ -45,8 +45,10 @@ def prepare_images(
     if nothing.is_file() and not verify:
         return None
     try:
-        with _writing(folder, report, wanted=verify or not (folder / MANIFEST).is_file()) as write:
-            read = _fill(cfg, where, folder, report, verify) if write else 0
+        read: int | None = 0
+        if verify or not (folder / MANIFEST).is_file():
+            with only_writer(folder, report=report):
+                read = _fill(cfg, where, folder, report, verify)
     except OSError as error:
         raise DataError(
             f"data.cache={cfg.cache} cannot be used ({error}); give a folder with room that you may write"
@@ -91,27 +93,6 @@ def _key(cfg: ImagesConfig, where: Location) -> str:
         parts.append(_key(cfg, locate(cfg, "train")))  # its labels follow the training classes
     digest = hashlib.blake2b(json.dumps(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9._]+', '-', where.name).strip('-.') or 'images'}-{where.split}-{digest}"
-
-
-@contextmanager
-def _writing(folder: Path, report: Report, *, wanted: bool) -> Iterator[bool]:
-    """Be the only process that writes `folder`; False, without waiting, when nothing is `wanted`."""
-    if not wanted:
-        yield False
-        return
-    from filelock import FileLock, Timeout
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        report(f"data: another process is staging {folder.name}; waiting for it")
-        lock.acquire()
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def _fill(cfg: ImagesConfig, where: Location, folder: Path, report: Report, verify: bool) -> int | None:

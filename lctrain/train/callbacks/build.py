@@ -15,8 +15,8 @@ from lctrain.train.callbacks.tensorboard import TensorBoard
 from lctrain.train.run_dir import RunDir
 
 
-def check_packages(config: LoggingConfig) -> None:
-    """Raise ConfigError for a log whose optional package is not installed."""
+def check_logs(config: LoggingConfig) -> None:
+    """Raise ConfigError for a log whose optional package is not installed, or whose store does not answer."""
     for field, wanted, package, extra, off in (
         ("pictures=true", config.pictures, "matplotlib", "vision", "pictures=false"),
         (f"mlflow.uri={config.mlflow.uri}", config.mlflow.uri is not None, "mlflow", "mlflow", "mlflow.uri=null"),
@@ -26,6 +26,10 @@ def check_packages(config: LoggingConfig) -> None:
                 f"logging.{field} needs {package}, which is not installed; pip install 'lctrain[{extra}]', or set "
                 f"logging.{off}"
             )
+    if config.mlflow.uri is not None:
+        from lctrain.train.callbacks.mlflow import check_store
+
+        check_store(config.mlflow)
 
 
 def build_callbacks(

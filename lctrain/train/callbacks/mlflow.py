@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 _LONGEST = 500  # characters a parameter may have on every server
 _STATUS = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+
+def check_store(config: MlflowConfig) -> None:
+    """Raise ConfigError when the store does not answer."""
+    with _explained(config):
+        _client(config).get_experiment_by_name(config.experiment)
 
 
 class MlflowLog(Callback):
@@ -36,14 +43,9 @@ class MlflowLog(Callback):
 
     def start(self, state: TrainState, total_steps: int) -> None:
         """Open the run, or open it again. Raises ConfigError when the store does not answer."""
-        try:
+        with _explained(self._config.logging.mlflow):
             self._client = _client(self._config.logging.mlflow)
             self._run = self._open(self._client, resumed=state.step > 0)
-        except Exception as error:  # the client raises whatever its transport does
-            raise ConfigError(
-                f"logging.mlflow.uri={self._config.logging.mlflow.uri} cannot be used ({error}); give a folder you may "
-                "write or a server that answers, or null"
-            ) from error
 
     def step_end(self, record: StepRecord) -> None:
         """The loss of every logged step, and the speed."""
@@ -81,6 +83,17 @@ class MlflowLog(Callback):
     def _log(self, name: str, value: float, step: int) -> None:
         assert self._client is not None
         self._client.log_metric(self._run, name, value, step=step)
+
+
+@contextmanager
+def _explained(config: MlflowConfig) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the client raises whatever its transport does
+        raise ConfigError(
+            f"logging.mlflow.uri={config.uri} cannot be used ({error}); give a folder you may write or a server that "
+            "answers, or null"
+        ) from error
 
 
 def _client(config: MlflowConfig) -> MlflowClient:

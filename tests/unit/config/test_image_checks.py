@@ -33,6 +33,7 @@ def refusal(*overrides: str) -> str:
         ("parallel=fsdp_sp", ["parallel=fsdp_sp splits sequences", "choose parallel=single, ddp, fsdp or hsdp"]),
         ("parallel=zero2", ["parallel=zero2 splits sequences or DeepSpeed's states", "choose parallel=single"]),
         ("memory=full", ["memory.recompute is for decoder layers and model=resnet has none", "use memory=none"]),
+        ("memory.loss_chunk_mb=8", ["memory.loss_chunk_mb=8 has no effect on model=resnet", "leave it out"]),
         ("memory.tiled_mlp=8", ["memory.tiled_mlp is for decoder layers", "use memory=none"]),
         ("parallel=fsdp parallel.offload_params=true", ["parallel.offload_params=true", "set it to false"]),
         ("data.source=null", ["data.source is not set", "give a folder"]),
@@ -78,6 +79,19 @@ def test_the_regimes_do_not_mix() -> None:
         resolve(language)
     # A recipe of the other regime is refused where its fields are composed.
     assert "choose those it was written for" in refusal("recipe=llama_tiny_32k", "data=images")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("data.image_size=8", ["data.image_size=8 does not fit model=lenet", "a multiple of 4 of at least 12"]),
+        ("data.image_size=30", ["data.image_size=30 does not fit model=lenet"]),
+        ("bn.sync=mean", ["bn.sync has no effect on model=lenet, which has no BatchNorm", "leave bn.* out"]),
+    ],
+)
+def test_what_lenet_cannot_take(overrides: str, said: list[str]) -> None:
+    text = refusal("recipe=lenet_fashion_mnist", overrides)
+    assert all(part in text for part in said), text
 
 
 def test_lenet_has_no_batch_norm_to_refuse_one_image_for() -> None:

@@ -166,7 +166,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
     waiting, stores = threading.Event(), []
 
     def report(line: str) -> None:
-        if "another process is staging" in line:
+        if "another process is preparing" in line:
             waiting.set()
 
     with FileLock(tmp_path / "cache" / f"{key}.lock"):

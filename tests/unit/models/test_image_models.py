@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lctrain.config.model import ImageModelConfig, LeNetConfig, ResNetConfig, Stem
-from lctrain.errors import ConfigError, ModelError
+from lctrain.errors import ModelError
 from lctrain.models.image_model import build_image_model, image_flops, image_signature, to_channels_last, weights_hash
 from lctrain.models.resnet import ResNet
 
@@ -82,9 +82,6 @@ def test_lenet() -> None:
     assert sum(p.numel() for p in model.parameters()) == 61_706
     assert model(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
     assert build(LeNetConfig(), size=32)(torch.zeros(1, 1, 32, 32)).shape == (1, 10)
-    for size in (8, 30):
-        with pytest.raises(ConfigError, match=r"data\.image_size"):
-            build(LeNetConfig(), size=size)
 
 
 def test_a_file_fits_whatever_the_order_in_memory(tmp_path: Path) -> None:
