@@ -14,6 +14,7 @@ from lctrain.config.memory import MemoryConfig
 from lctrain.config.model import CausalLMConfig, ImageModelConfig, ModelConfig
 from lctrain.config.optim import OptimConfig
 from lctrain.config.parallel import ParallelConfig
+from lctrain.config.plan import PlanConfig
 from lctrain.config.precision import PrecisionConfig
 from lctrain.config.schedule import ScheduleConfig
 
@@ -261,6 +262,7 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     bn: BatchNormConfig = field(default_factory=BatchNormConfig)
     classification: ClassificationConfig = field(default_factory=ClassificationConfig)
 

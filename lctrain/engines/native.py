@@ -137,16 +137,18 @@ class NativeEngine:
 
 def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: sum where DDP would average (axis: all ranks)."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    whole = bucket.buffer()
+    work = dist.all_reduce(whole, async_op=True)
+    return work.get_future().then(lambda _: whole)
 
 
 def _sum_bucket_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: sum in `dtype` and give back what the bucket holds (axis: all ranks)."""
     whole = bucket.buffer()
-    work = dist.all_reduce(whole.to(dtype), async_op=True)
+    rounded = whole.to(dtype)
+    work = dist.all_reduce(rounded, async_op=True)
     # Into the bucket itself, whose views the gradients are.
-    return work.get_future().then(lambda future: whole.copy_(future.value()[0]))
+    return work.get_future().then(lambda _: whole.copy_(rounded))
 
 
 # DDP compares annotations with types, and this file's are strings.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lctrain.ops.text_batch import IGNORE
+from lctrain.runtime.device import acts_as
 
 
 def chunk_tokens_for(vocabulary: int, budget_mb: int) -> int:
@@ -46,7 +47,7 @@ def linear_cross_entropy(
     device_type = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_TC.dtype
     differentiable = torch.is_grad_enabled()
-    if device_type == "cpu" and part is None:  # ranks with parts of a vocabulary must cut equal chunks
+    if acts_as(hidden_TC.device) == "cpu" and part is None:  # ranks with parts of a vocabulary must cut equal chunks
         chunk_tokens = min(chunk_tokens, _cached_tokens(*weight_VC.shape))
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(

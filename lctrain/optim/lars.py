@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from lctrain.config.optim import LarsForm
+from lctrain.runtime.device import acts_as
 
 EPS = {
     LarsForm.paper: 0.0,
@@ -81,7 +82,7 @@ class Lars(torch.optim.Optimizer):
         weights = [_local(p) for p in params]
         grads = [_local(p.grad) for p in params if p.grad is not None]
         buffers = [_local(self.state[p]["momentum"]) for p in params]
-        update = self._one_by_one if weights[0].device.type == "cpu" else self._all_at_once
+        update = self._one_by_one if acts_as(weights[0].device) == "cpu" else self._all_at_once
         update(group, _sharding_groups(params[0]), weights, grads, buffers)
 
     def _ratio(self, w: float, g: float, lr: float, beta: float) -> tuple[float, bool]:

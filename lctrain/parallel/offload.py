@@ -26,6 +26,11 @@ class _Moved:
     before: _Moved | None = field(default=None, repr=False)
 
 
+def _place(x: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """Which memory a tensor is. A storage's own address also tells tensors without memory apart, as in a plan."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape
+
+
 class HostInputs:
     """Shared by a model's layers; layers must run in order and backward in the reverse one."""
 
@@ -36,10 +41,10 @@ class HostInputs:
     def moved(self, states: torch.Tensor) -> AbstractContextManager[None]:
         """Save `states` in host memory wherever autograd would save it inside the context."""
         # By value: autograd keeps the hooks as long as its graph, and with them whatever they refer to.
-        address, shape = states.data_ptr(), states.shape
+        place = _place(states)
 
         def pack(x: torch.Tensor) -> torch.Tensor | _Moved:
-            return self._out(x) if x.data_ptr() == address and x.shape == shape else x
+            return self._out(x) if _place(x) == place else x
 
         def unpack(x: torch.Tensor | _Moved) -> torch.Tensor:
             return x if isinstance(x, torch.Tensor) else self._back(x)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,24 @@ _PEAK_TFLOPS = {
     "Ascend910_93": 376.0,
     "Ascend910A": 256.0,
 }
+
+
+_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+
+
+def acts_as(device: torch.device) -> str:
+    """The type of device that tensors on `device` stand for: its own, but in a plan the planned device's."""
+    return _planned.get() or device.type
+
+
+@contextmanager
+def planned(device_type: str) -> Iterator[None]:
+    """Tensors of any device stand for ones on `device_type`: code that suits a device chooses what suits that one."""
+    token = _planned.set(device_type)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lctrain.models.causal_lm import CausalLM, causal_flops, decoder_layers
 from lctrain.models.materialize import materialize_empty
 from lctrain.models.rope import verify_inv_freq
 from lctrain.objectives.causal_lm import CausalLMObjective
+from lctrain.ops.attention.interface import Kernel
 from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.text_batch import TextBatch
 from lctrain.parallel.apply import apply_layout, attention_for
@@ -96,16 +97,21 @@ class Language:
         )
 
 
-def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Language:
-    """Build on meta, lay out, give memory, then weights (none when a checkpoint will bring them).
+def build_language(
+    session: Session, mesh: Mesh, *, init_weights: bool | None, kernel: Kernel | None = None
+) -> Language:
+    """Build on meta, lay out, give memory, then weights.
 
+    init_weights: false when a checkpoint will bring them (adapters still need what they adapt), None when nothing
+    will. kernel: attention's, in place of the one that suits the configuration and the device.
     Raises ModelError or ConfigError; RuntimeError when ranks end up with different weights.
     """
     config, log = session.config, session.log
     hf_config = read_model(session)
     model = build_meta(session, hf_config)
     asked = config.language_model.attention
-    kernel = select_kernel(asked, device_type=mesh.device.type, dtype=session.compute_dtype)
+    if kernel is None:
+        kernel = select_kernel(asked, device_type=mesh.device.type, dtype=session.compute_dtype)
     router = model.route_attention(attention_for(kernel, config.parallel, mesh))
     log(f"attention: {kernel.name} ({'asked for' if asked.name != 'auto' else 'chosen'})")
     apply_layout(
@@ -119,7 +125,7 @@ def build_language(session: Session, mesh: Mesh, *, init_weights: bool) -> Langu
     give_memory(model, session.resolved, mesh, session.compute_dtype, materialize_empty)
     verify_inv_freq(model, hf_config)
     # A checkpoint of adapters is not the whole model: what it adapts must be there first.
-    if init_weights or config.language_model.lora.rank is not None:
+    if init_weights or (init_weights is not None and config.language_model.lora.rank is not None):
         _init(session, model)
     # FSDP2's policy casts by itself.
     autocast_dtype = None if isinstance(config.parallel, FsdpConfig) else session.compute_dtype

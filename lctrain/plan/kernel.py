@@ -1,0 +1,135 @@
+"""Attention in a plan: on the planned accelerator its result and its cost; elsewhere the real kernel, counted.
+
+Legend: T flattened tokens, H query heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.interface import Kernel
+from lctrain.plan.cost import Operation
+from lctrain.plan.trace import Trace
+
+
+class PlannedKernel:
+    """What a fused kernel of an accelerator leaves in memory: the output and the softmax statistics.
+
+    statistics: fp32 numbers a query and head kept for the backward (1: the log-sum-exp; npu_fusion_attention keeps
+    16, the softmax's maximum and sum eight times each).
+    """
+
+    def __init__(self, *, statistics: int = 1) -> None:
+        self.name = "fused"
+        self._statistics = statistics
+
+    def available(self, device_type: str, dtype: torch.dtype) -> str | None:
+        """Any accelerator has one."""
+        return None
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        causal: bool = True,
+        kv_documents: Documents | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes only."""
+        heads, rows = q_THD.shape[1], q_THD.shape[0]
+        lse_HT = q_THD.new_empty(heads, rows, self._statistics, dtype=torch.float32)[..., 0]
+        return torch.empty_like(q_THD, memory_format=torch.contiguous_format), lse_HT
+
+    def backward(
+        self,
+        grad_out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        causal: bool = True,
+        kv_documents: Documents | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Shapes only; fused backward kernels accumulate dq in fp32 while they run."""
+        fp32 = torch.empty_like(q_THD, dtype=torch.float32) if q_THD.itemsize == 2 else None
+        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD))
+        del fp32
+        return grads  # type: ignore[return-value]
+
+
+class CountedKernel:
+    """A kernel whose calls a trace counts by the (query, key) pairs inside documents, not by what it runs."""
+
+    def __init__(self, kernel: Kernel, trace: Trace) -> None:
+        self.name = kernel.name
+        self._kernel, self._trace = kernel, trace
+
+    def available(self, device_type: str, dtype: torch.dtype) -> str | None:
+        """As the kernel."""
+        return self._kernel.available(device_type, dtype)
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        causal: bool = True,
+        kv_documents: Documents | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Kernel.forward."""
+        with self._trace.counted_as(self._cost(4, q_THD, k_TKD, documents, kv_documents, causal=causal)):
+            return self._kernel.forward(
+                q_THD, k_TKD, v_TKD, documents, scale=scale, causal=causal, kv_documents=kv_documents
+            )
+
+    def backward(
+        self,
+        grad_out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        causal: bool = True,
+        kv_documents: Documents | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See Kernel.backward."""
+        with self._trace.counted_as(self._cost(10, q_THD, k_TKD, documents, kv_documents, causal=causal)):
+            return self._kernel.backward(
+                grad_out_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, documents,
+                scale=scale, causal=causal, kv_documents=kv_documents,
+            )  # fmt: skip
+
+    def _cost(
+        self,
+        factor: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        documents: Documents,
+        kv_documents: Documents | None,
+        *,
+        causal: bool,
+    ) -> Operation:
+        """factor: operations a pair, head and dimension: 2 matmuls forward, 5 backward (Dao, arXiv:2307.08691)."""
+        if causal:
+            pairs = documents.causal_pairs
+        else:
+            spans = zip(documents.spans(), (kv_documents or documents).spans(), strict=True)
+            pairs = sum((q_end - q_start) * (k_end - k_start) for (q_start, q_end), (k_start, k_end) in spans)
+        heads, dim = q_THD.shape[1:]
+        touched = (q_THD.numel() + k_TKD.numel()) * (factor // 2) * q_THD.itemsize
+        return Operation(self._trace.phase, float(factor * heads * dim * pairs), float(touched), q_THD.dtype, attention=True)
