@@ -26,6 +26,7 @@ _JOBS = {
     "train": "lctrain.train.train_job",
     "evaluate": "lctrain.train.evaluate_job",
     "verify": "lctrain.train.verify_job",
+    "measure": "lctrain.plan.measure",
 }
 
 

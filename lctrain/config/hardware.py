@@ -73,7 +73,9 @@ def load_hardware(name: str, *, config_dir: str | None = None) -> Hardware:
     known_fields = {f.name for f in fields(Hardware)} - {"name"}
     for key in raw:
         if key not in known_fields:
-            raise ConfigError(f"{path}: {key} is not a field of a device; its fields are {', '.join(sorted(known_fields))}")
+            raise ConfigError(
+                f"{path}: {key} is not a field of a device; its fields are {', '.join(sorted(known_fields))}"
+            )
     try:
         return Hardware(name=name, **raw)
     except TypeError as error:

@@ -53,7 +53,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         for name in ("world_size", "dataset_size", "usable_gib", "peak_tflops", "bandwidth_tb_s", "link_gb_s"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"plan.{name}", value, "must be positive", "leave it out for the default")
+            require(
+                value is None or value > 0, f"plan.{name}", value, "must be positive", "leave it out for the default"
+            )
         for name in ("price_per_hour", "latency_us"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"plan.{name}", value, "must not be negative", "leave it out")

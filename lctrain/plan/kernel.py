@@ -132,4 +132,6 @@ class CountedKernel:
             pairs = sum((q_end - q_start) * (k_end - k_start) for (q_start, q_end), (k_start, k_end) in spans)
         heads, dim = q_THD.shape[1:]
         touched = (q_THD.numel() + k_TKD.numel()) * (factor // 2) * q_THD.itemsize
-        return Operation(self._trace.phase, float(factor * heads * dim * pairs), float(touched), q_THD.dtype, attention=True)
+        return Operation(
+            self._trace.phase, float(factor * heads * dim * pairs), float(touched), q_THD.dtype, attention=True
+        )

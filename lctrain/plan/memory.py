@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lctrain.plan.marks import HOST
 from lctrain.plan.trace import Block, Event
 
 CATEGORIES = (
@@ -20,8 +21,6 @@ CATEGORIES = (
 )
 """In the order they are printed and stacked. parameters: in the compute dtype (or fp32, when that is it);
 master_weights: the fp32 ones of mixed precision."""
-
-HOST = "host"
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,11 @@ class Accelerator:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+    def reset_peak_memory(self) -> None:
+        """Let peak_memory_bytes count from now; a process's resident set cannot be."""
+        assert self.type != "cpu", "a resident set has no peak to reset"
+        self._module().reset_peak_memory_stats()
+
     def total_memory_bytes(self) -> int:
         """Memory of the device; on cpu what the machine has available now."""
         if self.type != "cpu":

@@ -1,0 +1,85 @@
+"""What torch and DeepSpeed need to be told so that a job runs on fake tensors, one function each, all undone.
+
+Checked with torch 2.13 and DeepSpeed 0.19; tests/unit/plan/test_fakes.py fails when a name they use is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+from lctrain.config.parallel import ParallelConfig, Zero3Config
+
+
+@contextmanager
+def fake_groups(ranks: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # DeepSpeed asks the environment who it is.
+    whoami = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    before = dict(os.environ)
+    os.environ.update(whoami)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name in whoami:
+            os.environ.pop(name)
+        os.environ.update(before)
+
+
+@contextmanager
+def movable_modules(fake: FakeTensorMode) -> Iterator[None]:
+    """Let module.to() replace fake parameters: it refuses those that the mode's memo of conversions points to."""
+    original = torch.utils.swap_tensors
+
+    def swap(old: torch.Tensor, new: torch.Tensor) -> None:
+        if old.untyped_storage()._cdata == new.untyped_storage()._cdata and old.stride() == new.stride():
+            return  # where it was already
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        original(old, new)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """FSDP2 over tensor parallel joins two meshes while it shards, and reads the rank numbers in them."""
+    original = DeviceMesh._concatenate
+
+    def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return original(meshes)
+
+    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(original)  # type: ignore[method-assign]
+
+
+@contextmanager
+def agreeing_ranks(parallel: ParallelConfig) -> Iterator[None]:
+    """ZeRO-3 asks the other ranks whether they run the same modules; here nobody answers."""
+    if not isinstance(parallel, Zero3Config):
+        yield
+        return
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    original = coordinator.assert_ints_same_as_other_ranks
+    coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+    try:
+        yield
+    finally:
+        coordinator.assert_ints_same_as_other_ranks = original

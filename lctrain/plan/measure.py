@@ -1,0 +1,110 @@
+"""The first steps of a job on real ranks, measured: what plan.calibrate and the accuracy benchmark compare with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from lctrain.errors import EXIT_OK
+from lctrain.plan.job import build, make_batch, run_step, without_data
+from lctrain.plan.simulate import TRACED_MICRO_STEPS
+from lctrain.runtime.device import Accelerator
+from lctrain.train.session import Session
+
+MEASURED = "measured.json"
+_TIMED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank. peak_bytes: most tensor memory held in a step. step_s: of a whole step, all its micro-steps."""
+
+    peak_bytes: int
+    step_s: float
+
+
+def rank_main(session: Session) -> int:
+    """Measure on this rank; the first writes run_dir/measured.json."""
+    measured = measure(session)
+    if session.ranks.is_main:
+        path = Path(str(session.config.run_dir)) / MEASURED
+        path.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+    return EXIT_OK
+
+
+def measure(session: Session) -> Measured:
+    """Run steps on data of the right shape. A collective over all ranks."""
+    session.config = without_data(session.config)
+    session.log = lambda line: None  # type: ignore[assignment]
+    mesh = session.connect()
+    accumulation = session.resolved.accumulation
+    traced = min(accumulation, TRACED_MICRO_STEPS)
+    meter = _Meter(mesh.device)
+    with meter.watching():
+        job, _ = build(session, mesh, kernel=None, real=True)
+        batch = make_batch(session.config)
+        run_step(job, batch, traced, lambda phase: None)
+        meter.restart()
+        run_step(job, batch, traced, lambda phase: None)
+        mesh.device.synchronize()
+    times = []
+    for _ in range(_TIMED_STEPS):
+        mesh.barrier()
+        began = time.perf_counter()
+        run_step(job, batch, accumulation, lambda phase: None)
+        mesh.device.synchronize()
+        times.append(time.perf_counter() - began)
+    return Measured(meter.peak_bytes, mesh.max_over_all(min(times)))
+
+
+class _Meter:
+    """Peak of tensor memory by the allocator's own account: the device's, or on a CPU what the profiler hears."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self.peak_bytes = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around everything that holds tensors."""
+        if self._device.type != "cpu":
+            yield
+            self.peak_bytes = self._device.peak_memory_bytes()
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            yield
+        self.peak_bytes = _cpu_peak(profiler)
+
+    def restart(self) -> None:
+        """The peak counts from here."""
+        if self._device.type != "cpu":
+            self._device.reset_peak_memory()
+            return
+        with torch.profiler.record_function(_RESTART):
+            pass
+
+
+_RESTART = "lctrain_plan_restart"
+
+
+def _cpu_peak(profiler: torch.profiler.profile) -> int:
+    """Most bytes held after the restart, all allocations since the profiler started added up."""
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    assert results is not None
+    events = results.events()
+    restart = next(e.start_ns() for e in events if e.name() == _RESTART)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = peak = 0
+    for at, change in changes:
+        held += change
+        if at >= restart:
+            peak = max(peak, held)
+    return peak
