@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 from lctrain.errors import EXIT_OK
 from lctrain.plan.job import build, make_batch, run_step, without_data
@@ -96,15 +98,35 @@ _RESTART = "lctrain_plan_restart"
 
 
 def _cpu_peak(profiler: torch.profiler.profile) -> int:
-    """Most bytes held after the restart, all allocations since the profiler started added up."""
+    """Most bytes held after the restart, all allocations since the profiler started added up.
+
+    Copies that gloo makes of messages are left out: it frees them whenever its threads get to it, and on a device the
+    communication library keeps its own.
+    """
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
     assert results is not None
-    events = results.events()
-    restart = next(e.start_ns() for e in events if e.name() == _RESTART)
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    events = sorted(_walk(results.experimental_event_tree(), theirs=False), key=lambda e: e[0].start_time_ns)
+    main = next(event for event, _ in events if event.name == _RESTART)
+    gloos: set[int] = set()
     held = peak = 0
-    for at, change in changes:
-        held += change
-        if at >= restart:
-            peak = max(peak, held)
+    for event, theirs in events:
+        if event.typed[0] != _EventType.Allocation:
+            continue
+        address, size = event.typed[1].ptr, event.typed[1].alloc_size
+        if size > 0 and (theirs or event.start_tid != main.start_tid):
+            gloos.add(address)
+        elif size < 0 and address in gloos:
+            gloos.remove(address)
+        else:
+            held += size
+            if event.start_time_ns >= main.start_time_ns:
+                peak = max(peak, held)
     return peak
+
+
+def _walk(events: Iterable[Any], *, theirs: bool) -> Iterator[tuple[Any, bool]]:
+    """Every event, and whether it happens inside a collective."""
+    for event in events:
+        inside = theirs or event.name.startswith("c10d::")
+        yield event, inside
+        yield from _walk(event.children, theirs=inside)

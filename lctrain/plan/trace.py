@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -111,8 +112,8 @@ class Trace(TorchDispatchMode):
         """Run `func`; note what it made and what it cost."""
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its own operations on local tensors come by in a moment
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented  # its own operations on plain tensors come by in a moment
         fake = any(issubclass(t, torch._subclasses.FakeTensor) for t in types)
         if fake and func in _ANSWERS:
             return _ANSWERS[func]
