@@ -15,6 +15,7 @@ from lctrain.errors import EXIT_BUG, EXIT_OK, ConfigError, LctrainError
 # verb: (module, what it does). One file a verb; the module has `run(command) -> exit code`.
 VERBS = {
     "train": ("lctrain.verbs.train", "Train (the verb when none is given)."),
+    "plan": ("lctrain.verbs.plan", "Memory, time and verdict of a job before any machine is booked."),
     "evaluate": ("lctrain.verbs.evaluate", "Validation loss and perplexity of a run's checkpoint or a model folder."),
     "verify": ("lctrain.verbs.verify", "Prove a layout: loss, every gradient and document isolation against one rank."),
     "stage": ("lctrain.verbs.stage", "Copy images into local shards: data.source=FOLDER|URL|NAME data.cache=DIR."),
@@ -100,8 +101,8 @@ def parse(words: Sequence[str]) -> Command:
                 raise ConfigError(f"{key} has no value; write {key}=VALUE")
             case _:
                 overrides.append(word)
-    if multirun and verb != "train":
-        raise ConfigError(f"-m sweeps training runs; {verb} has no sweeps, so start it once for each")
+    if multirun and verb not in ("train", "plan"):
+        raise ConfigError(f"-m sweeps training runs and plans; {verb} has no sweeps, so start it once for each")
     if verb == "export" and (show or config_dir):
         raise ConfigError("export reads the configuration of its run_dir; it has no --print-config and no --config-dir")
     return Command(verb, tuple(overrides), config_dir, multirun, show)

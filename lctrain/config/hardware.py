@@ -22,7 +22,8 @@ class Hardware:
 
     type: cuda, npu or cpu. memory_gib: installed; usable_gib: what one process can allocate. peak_tflops: dense, by
     dtype; a dtype that is not there cannot be computed in. link_gb_s: GB/s one way to the other devices of a node,
-    network_gb_s to those of other nodes. context_gib: what the driver and kernels take before the first tensor;
+    network_gb_s to those of other nodes. launch_us: the shortest an
+    operation takes. context_gib: what the driver and kernels take before the first tensor;
     communicator_mib: buffers of one communicator; rounding: bytes an allocation is rounded up to. refused: why training
     is not possible, if it is not.
     """
@@ -38,6 +39,7 @@ class Hardware:
     latency_us: float
     network_gb_s: float = 50.0
     devices_per_node: int = 8
+    launch_us: float = 0.0
     context_gib: float = 0.0
     communicator_mib: float = 0.0
     rounding: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,15 @@ def architecture(config: TrainConfig) -> dict[str, Any]:
         raise ConfigError(f"model.path={model.path} has no config.json; give a Hugging Face folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); restore the file") from error
+
+
+def with_layers(config: TrainConfig, layers: int) -> TrainConfig:
+    """The job with at most so many decoder layers of the same widths and heads, and random weights."""
+    small = dict(architecture(config))
+    small["num_hidden_layers"] = min(layers, small.get("num_hidden_layers", layers))
+    if isinstance(small.get("layer_types"), list):
+        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+    return replace(config, model=replace(config.language_model, path=None, init=ModelInit.random, architecture=small))
 
 
 def heads(config: TrainConfig) -> Heads | None:

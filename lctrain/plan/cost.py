@@ -53,7 +53,8 @@ class Operation:
     flops: floating-point operations of matrix multiplications, convolutions and attention; 0 for the others.
     bytes: read and written. dtype: of the arithmetic. collective: None, or the kind of message, and then `bytes` is
     the whole of it (of every rank, for a gather or a scatter) and `ranks` how many exchange it. hidden: the layout
-    runs it beside computation (gathers and reductions of parameters and gradients, a ring's blocks).
+    runs it beside computation (gathers and reductions of parameters and gradients, a ring's blocks); span: from the
+    first to the last of those ranks.
     """
 
     phase: str
@@ -62,6 +63,7 @@ class Operation:
     dtype: torch.dtype = torch.float32
     collective: str | None = None
     ranks: int = 1
+    span: int = 1
     hidden: bool = False
     attention: bool = False
 
@@ -94,25 +96,33 @@ def _message(
     kind = _COLLECTIVES.get(name)
     if kind is None:
         return None  # barriers, waits, the receiving end of a message
-    ranks = next(size for a in args if (size := _group_size(a)) is not None)
+    members = next(found for a in args if (found := _members(a)) is not None)
     # A gather's or scatter's message is its larger side.
     size = max(_bytes(x) for x in [*inputs, *made]) if kind != "all_reduce" else sum(_bytes(x) for x in inputs)
     asynchronous = func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "all_reduce", "send", "reduce")
-    return Operation(phase, bytes=size, dtype=inputs[0].dtype, collective=kind, ranks=ranks, hidden=asynchronous)
+    return Operation(
+        phase,
+        bytes=size,
+        dtype=inputs[0].dtype,
+        collective=kind,
+        ranks=len(members),
+        span=max(members) - min(members) + 1,
+        hidden=asynchronous,
+    )
 
 
-def _group_size(argument: Any) -> int | None:
-    if isinstance(argument, str):
-        try:
-            return dist.distributed_c10d._resolve_process_group(argument).size()
-        except (RuntimeError, LookupError, ValueError):
+def _members(argument: Any) -> list[int] | None:
+    """The ranks of a process group, given as c10d or DTensor pass it; None for another argument."""
+    try:
+        if isinstance(argument, str):
+            argument = dist.distributed_c10d._resolve_process_group(argument)
+        elif isinstance(argument, torch.ScriptObject):
+            argument = dist.ProcessGroup.unbox(argument)
+        else:
             return None
-    if isinstance(argument, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(argument).size()
-        except RuntimeError:
-            return None
-    return None
+        return dist.get_process_group_ranks(argument)
+    except (RuntimeError, LookupError, ValueError):
+        return None
 
 
 def _bytes(x: torch.Tensor) -> float:

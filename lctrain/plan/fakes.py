@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from lctrain.config.parallel import ParallelConfig, Zero3Config
+from lctrain.config.parallel import ParallelConfig, ZeroConfig
 
 
 @contextmanager
@@ -70,16 +70,25 @@ def real_meshes() -> Iterator[None]:
 
 
 @contextmanager
-def agreeing_ranks(parallel: ParallelConfig) -> Iterator[None]:
-    """ZeRO-3 asks the other ranks whether they run the same modules; here nobody answers."""
-    if not isinstance(parallel, Zero3Config):
+def alone_in_deepspeed(parallel: ParallelConfig) -> Iterator[None]:
+    """Let DeepSpeed make its groups anew and forget them after, and ask nobody.
+
+    ZeRO-3 compares with the other ranks which modules they run; here there are none to answer.
+    """
+    if not isinstance(parallel, ZeroConfig):
         yield
         return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+    from deepspeed.utils import groups
 
-    original = coordinator.assert_ints_same_as_other_ranks
+    agree = coordinator.assert_ints_same_as_other_ranks
+    kept = {name: value for name, value in vars(groups).items() if not callable(value) and not name.startswith("__")}
     coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     try:
         yield
     finally:
-        coordinator.assert_ints_same_as_other_ranks = original
+        coordinator.assert_ints_same_as_other_ranks = agree
+        vars(groups).update(kept)
+        comm.cdb = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lctrain.plan.marks import HOST
@@ -40,26 +41,50 @@ class Peak:
 
 def find_peak(events: Sequence[Event], *, on_host: frozenset[str] = frozenset({HOST}), rounding: int = 1) -> Peak:
     """The fullest moment of `events`. on_host: categories that are not on the device."""
+    peaks = region_peaks(events, on_host=on_host, rounding=rounding, region=lambda event: "")
+    return peaks[""]
+
+
+def region_of(event: Event) -> str:
+    """Where the fullest moment may move to when a model gets deeper: a pass's first or second half of layers."""
+    found = re.search(r"layer (\d+) of (\d+)", event.place)
+    half = "" if found is None else " first half" if 2 * int(found[1]) <= int(found[2]) else " second half"
+    return event.phase + half
+
+
+def region_peaks(
+    events: Sequence[Event],
+    *,
+    on_host: frozenset[str] = frozenset({HOST}),
+    rounding: int = 1,
+    region: Callable[[Event], str] = region_of,
+) -> dict[str, Peak]:
+    """The fullest moment of every region."""
     names = categories(events)
-    held = highest = at = host = most_on_host = 0
+    held = host = most_on_host = 0
+    highest: dict[str, tuple[int, int]] = {}
     for index, event in enumerate(events):
         if names[event.block] in on_host:
             host += event.delta
             most_on_host = max(most_on_host, host)
             continue
         held += event.delta
-        if held > highest:
-            highest, at = held, index
+        where = region(event)
+        if held > highest.get(where, (0, 0))[0]:
+            highest[where] = held, index
+    wanted = {index: where for where, (_, index) in highest.items()}
+    peaks: dict[str, Peak] = {}
     sizes: dict[Block, int] = {}
-    for event in events[: at + 1]:
+    for index, event in enumerate(events):
         sizes[event.block] = sizes.get(event.block, 0) + event.delta
-    by_category = dict.fromkeys(CATEGORIES, 0)
-    added = 0
-    for block, size in sizes.items():
-        if names[block] not in on_host:
-            by_category[names[block]] += size
-            added += -size % rounding
-    return Peak(highest, by_category, most_on_host, events[at].place if events else "start", added)
+        if index in wanted:
+            on_device = {block: size for block, size in sizes.items() if names[block] not in on_host}
+            by_category = dict.fromkeys(CATEGORIES, 0)
+            for block, size in on_device.items():
+                by_category[names[block]] += size
+            added = sum(-size % rounding for size in on_device.values())
+            peaks[wanted[index]] = Peak(highest[wanted[index]][0], by_category, most_on_host, event.place, added)
+    return peaks
 
 
 def categories(events: Sequence[Event]) -> dict[Block, str]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lctrain.config.hardware import Hardware
 from lctrain.config.model import AttentionKernel, CausalLMConfig
-from lctrain.config.parallel import FsdpConfig
+from lctrain.config.parallel import FsdpConfig, Zero3OffloadConfig
 from lctrain.config.resolve import Resolved
 from lctrain.config.root import Device, TrainConfig
 from lctrain.engines.native import NativeEngine
@@ -26,7 +26,7 @@ from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.shards import full_shape
 from lctrain.parallel.offload import HostInputs
 from lctrain.plan.cost import Operation
-from lctrain.plan.fakes import agreeing_ranks, fake_groups, movable_modules, real_meshes
+from lctrain.plan.fakes import alone_in_deepspeed, fake_groups, movable_modules, real_meshes
 from lctrain.plan.job import build, make_batch, run_step, without_data
 from lctrain.plan.kernel import CountedKernel, PlannedKernel
 from lctrain.plan.marks import HOST, mark_gradients, mark_state
@@ -74,12 +74,15 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
         stack.enter_context(planned(hardware.type))
         mesh = Mesh(session.resolved.sizes, session.device)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        for patch in (movable_modules(fake), real_meshes(), agreeing_ranks(config.parallel)):
+        for patch in (movable_modules(fake), real_meshes(), alone_in_deepspeed(config.parallel)):
             stack.enter_context(patch)
         trace = stack.enter_context(Trace())
         stack.enter_context(_host_inputs(hardware, trace))
         kernel = CountedKernel(_kernel(session, hardware), trace) if _is_language(config) else None
         job, layers = build(session, mesh, kernel=kernel, real=False)
+        if _is_language(config):
+            words = job.hf_config.get_text_config().vocab_size
+            trace.vocabulary = frozenset({words, words // session.resolved.sizes.tp})
         batch = make_batch(config)
         _follow(layers, trace)
         _make_optimizer_state(job, batch, trace)
@@ -185,6 +188,12 @@ def _host_inputs(hardware: Hardware, trace: Trace) -> Iterator[None]:
 def _on_host(config: TrainConfig, hardware: Hardware) -> frozenset[str]:
     """Categories that the layout keeps in host memory; on a CPU that is the same memory."""
     parallel = config.parallel
-    if hardware.type == "cpu" or not isinstance(parallel, FsdpConfig) or not parallel.offload_params:
+    if hardware.type == "cpu":
         return frozenset({HOST})
-    return frozenset({HOST, "parameters", "master_weights", "gradients", "optimizer_state"})
+    host = {HOST}
+    if isinstance(parallel, FsdpConfig) and parallel.offload_params:
+        host |= {"parameters", "master_weights", "gradients", "optimizer_state"}
+    if isinstance(parallel, Zero3OffloadConfig):
+        host |= {"master_weights", "gradients", "optimizer_state"} if parallel.offload_optimizer else set()
+        host |= {"parameters"} if parallel.offload_param else set()
+    return frozenset(host)

@@ -53,7 +53,10 @@ class Event:
 
 
 class Trace(TorchDispatchMode):
-    """Watches what runs inside it. phase: what the program says it is doing; place: where in it."""
+    """Watches what runs inside it. phase: what the program says it is doing; place: where in it.
+
+    vocabulary: last dimensions that make a matrix of a forward pass logits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +67,7 @@ class Trace(TorchDispatchMode):
         self._paused = 0
         self._undo: list[Callable[[], None]] = []
         self._counting = True
+        self.vocabulary: frozenset[int] = frozenset()
 
     @property
     def bytes(self) -> int:
@@ -146,6 +150,8 @@ class Trace(TorchDispatchMode):
         block = self._blocks.get(key)
         if block is None:
             block = Block(storage.nbytes(), self.phase)
+            if x.ndim == 2 and x.shape[1] in self.vocabulary and self.phase.startswith("forward"):
+                block.hint = "logits_and_loss"
             block.ref = weakref.ref(storage, lambda _: self._died(key))
             self._blocks[key] = block
             self.events.append(Event(block, block.size, self.phase, self.place))

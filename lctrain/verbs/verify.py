@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lctrain.config.compose import compose_config
-from lctrain.config.language_checks import architecture
-from lctrain.config.model import CausalLMConfig, ModelInit
+from lctrain.config.language_checks import with_layers
+from lctrain.config.model import CausalLMConfig
 from lctrain.config.resolve import check_required
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
@@ -44,14 +44,9 @@ def shrink(config: TrainConfig) -> TrainConfig:
             "parity tests compare the layouts of image models"
         )
     check_required(config)
-    model, data = config.language_model, config.documents
-    small = dict(architecture(config))
-    small["num_hidden_layers"] = min(config.verify.layers, small.get("num_hidden_layers", config.verify.layers))
-    if isinstance(small.get("layer_types"), list):
-        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+    data = config.documents
     length = min(config.verify.max_length, data.max_length)
+    shallow = with_layers(config, config.verify.layers)
     return replace(
-        config,
-        model=replace(model, path=None, init=ModelInit.random, architecture=small),
-        data=replace(data, max_length=length, tokenizer=data.tokenizer or model.path),
+        shallow, data=replace(data, max_length=length, tokenizer=data.tokenizer or config.language_model.path)
     )

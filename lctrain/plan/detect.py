@@ -1,0 +1,44 @@
+"""The machine at hand as a device of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lctrain.config.hardware import GIB, Hardware, load_hardware
+from lctrain.config.resolve import wanted_ranks
+from lctrain.config.root import TrainConfig
+from lctrain.errors import ConfigError
+from lctrain.runtime.device import choose, host_memory_bytes
+
+# A part of the vendor's name of a device, and its file.
+_FILES = {
+    "H200": "h200",
+    "H100": "h100",
+    "H800": "h100",
+    "A100": "a100",
+    "A800": "a100",
+    "V100": "v100",
+    "Ascend910B1": "ascend910b1",
+    "Ascend910B2": "ascend910b2",
+    "Ascend910B3": "ascend910b3",
+    "Ascend910_93": "ascend910c",
+    "Ascend910A": "ascend910a",
+}
+
+
+def at_hand(config: TrainConfig) -> Hardware:
+    """This machine's device with the memory it has. Raises ConfigError for one there is no file for."""
+    device = choose(config.device, 0, 1)
+    if device.type == "cpu":
+        ranks = config.plan.world_size or wanted_ranks(config)
+        each = host_memory_bytes() / ranks / GIB
+        return replace(load_hardware("cpu"), memory_gib=round(each, 1), usable_gib=each)
+    name = next((file for part, file in _FILES.items() if part in device.name), None)
+    if name is None:
+        raise ConfigError(
+            f"plan.device is not given and there is no conf/hardware file for {device.name}; give the nearest as "
+            "plan.device, or a file of your own in DIR/hardware with --config-dir DIR"
+        )
+    total = device.total_memory_bytes() / GIB
+    known = load_hardware(name)
+    return replace(known, memory_gib=round(total, 1), usable_gib=min(known.usable_gib, total))

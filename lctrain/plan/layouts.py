@@ -1,0 +1,169 @@
+"""Every layout and kind of recomputation a job could run under, planned and ranked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from lctrain.config import parallel as layouts
+from lctrain.config.hardware import Hardware
+from lctrain.config.memory import Recompute
+from lctrain.config.model import CausalLMConfig
+from lctrain.config.parallel import ParallelConfig
+from lctrain.config.registry import classes
+from lctrain.config.resolve import resolve
+from lctrain.config.root import TrainConfig
+from lctrain.errors import ConfigError, LctrainError
+from lctrain.plan.hand import by_hand
+from lctrain.plan.job import without_data
+from lctrain.plan.plan import Plan
+
+LEANEST_FIRST = (Recompute.full, Recompute.selective, Recompute.none)
+"""When one does not fit, those after it do not either."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and what it was asked for with. words: overrides that select it."""
+
+    words: tuple[str, ...]
+    parallel: ParallelConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A planned variant: its overrides, and the plan or why there is none."""
+
+    words: tuple[str, ...]
+    plan: Plan | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers of the whole model."""
+
+    parameters: int
+    trained: int
+
+
+def candidates(names: Any, ranks: int, *, language: bool) -> list[Candidate]:
+    """The layouts of plan.layouts with the sizes worth comparing. Raises ConfigError for an unknown name."""
+    known = classes("parallel")
+    wanted = list(known) if names == "all" else list(names)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"plan.layouts: {name} is not a layout; layouts are {', '.join(known)}")
+    return [c for name in wanted for c in _sized(name, known[name], ranks) if language or name in _FOR_IMAGES]
+
+
+_FOR_IMAGES = ("single", "ddp", "fsdp", "hsdp")
+
+
+def _sized(name: str, kind: type, ranks: int) -> Iterator[Candidate]:
+    """A layout with all ranks in its axis, and with half of them where that leaves an axis of 2 or more."""
+    if (name == "single") != (ranks == 1):
+        return
+    field = {"fsdp_sp": "sp_size", "zero3_sp": "sp_size", "fsdp_cp": "cp_size", "fsdp_tp": "tp_size"}.get(name)
+    if name == "fsdp_usp" and ranks >= 4:
+        yield Candidate((f"parallel={name}", f"parallel.sp_size={ranks // 2}", "parallel.cp_size=2"),
+                        layouts.FsdpUspConfig(sp_size=ranks // 2, cp_size=2))  # fmt: skip
+    elif field is not None:
+        for size in [ranks, *([ranks // 2] if ranks >= 4 else [])]:
+            yield Candidate((f"parallel={name}", f"parallel.{field}={size}"), kind(**{field: size}))
+    elif name != "fsdp_usp" and not (name == "hsdp" and ranks < 4):
+        yield Candidate((f"parallel={name}",), kind())
+
+
+def compare(config: TrainConfig, hardware: Hardware, ranks: int) -> list[Outcome]:
+    """Plan every candidate; those that fit first, fastest first. Raises ConfigError."""
+    language = isinstance(config.model, CausalLMConfig)
+    found = candidates(config.plan.layouts, ranks, language=language)
+    size = model_size(config)
+    tasks = [(config, hardware, ranks, candidate, size) for candidate in found]
+    workers = min(len(tasks), os.cpu_count() or 1, 4)
+    if workers <= 1:
+        outcomes = [_variants(task) for task in tasks]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            outcomes = list(pool.map(_variants, tasks))
+    return sorted((o for group in outcomes for o in group), key=_rank)
+
+
+def _rank(outcome: Outcome) -> tuple[int, float]:
+    plan = outcome.plan
+    if plan is None:
+        return 2, 0.0
+    return (0, plan.time.step_s / plan.units) if plan.fits else (1, float(plan.peak_bytes))
+
+
+def _variants(task: tuple[TrainConfig, Hardware, int, Candidate, Size]) -> list[Outcome]:
+    config, hardware, ranks, candidate, size = task
+    config = replace(config, parallel=candidate.parallel)
+    words = candidate.words
+    try:
+        refused = refused_by_hand(config, hardware, ranks, size)
+    except LctrainError as error:
+        return [Outcome(words, reason=str(error))]
+    if refused is not None:
+        return [Outcome(words, reason=refused)]
+    if not isinstance(config.model, CausalLMConfig):
+        return [planned(config, hardware, ranks, words)]
+    outcomes: list[Outcome] = []
+    for recompute in LEANEST_FIRST:
+        this = replace(config, memory=replace(config.memory, recompute=recompute))
+        outcome = planned(this, hardware, ranks, (*words, f"memory={recompute.name}"))
+        outcomes.append(outcome)
+        if outcome.plan is None or not outcome.plan.fits:
+            break
+    return outcomes
+
+
+def planned(config: TrainConfig, hardware: Hardware, ranks: int, words: Sequence[str]) -> Outcome:
+    """A quick plan, or why there is none."""
+    from lctrain.plan.derived import quick_plan
+
+    try:
+        return Outcome(tuple(words), quick_plan(config, hardware, ranks))
+    except LctrainError as error:
+        return Outcome(tuple(words), reason=str(error))
+
+
+def refused_by_hand(config: TrainConfig, hardware: Hardware, ranks: int, size: Size) -> str | None:
+    """Why the state alone does not fit, if it does not. Raises ConfigError when the layout cannot be."""
+    resolved = resolve(_started_with(without_data(config), ranks), world_size=ranks)
+    if _offloads(config.parallel):
+        return None
+    hand = by_hand(config, resolved.sizes, parameters=size.parameters, trained=size.trained)
+    if hand.per_rank <= hardware.usable_bytes:
+        return None
+    return (
+        f"{hand.per_rank / 1e9:.1f} GB of weights, gradients and optimizer state a rank, and "
+        f"{hardware.usable_bytes / 1e9:.1f} GB are usable"
+    )
+
+
+def _started_with(config: TrainConfig, ranks: int) -> TrainConfig:
+    return replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
+
+
+def _offloads(parallel: ParallelConfig) -> bool:
+    return isinstance(parallel, layouts.Zero3OffloadConfig) or bool(getattr(parallel, "offload_params", False))
+
+
+def model_size(config: TrainConfig) -> Size:
+    """Count the model on meta. Raises ConfigError, ModelError."""
+    if not isinstance(config.model, CausalLMConfig):
+        return Size(0, 0)  # no image model's state comes near a device's memory
+    from lctrain.models.build import build_model
+    from lctrain.models.check import read_config
+
+    model = build_model(
+        config.language_model, read_config(config.language_model, max_length=config.documents.max_length)
+    )
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
