@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -79,18 +81,20 @@ def _sized(name: str, kind: type, ranks: int) -> Iterator[Candidate]:
         yield Candidate((f"parallel={name}",), kind())
 
 
-def compare(config: TrainConfig, hardware: Hardware, ranks: int) -> list[Outcome]:
-    """Plan every candidate; those that fit first, fastest first. Raises ConfigError."""
+def compare(config: TrainConfig, hardware: Hardware, ranks: int, report: Callable[[str], None]) -> list[Outcome]:
+    """Plan every candidate, as many at once as there are cores; those that fit first, fastest first.
+
+    report: told of each layout that is done. Raises ConfigError.
+    """
     language = isinstance(config.model, CausalLMConfig)
     found = candidates(config.plan.layouts, ranks, language=language)
     size = model_size(config)
     tasks = [(config, hardware, ranks, candidate, size) for candidate in found]
-    workers = min(len(tasks), os.cpu_count() or 1, 4)
-    if workers <= 1:
-        outcomes = [_variants(task) for task in tasks]
-    else:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            outcomes = list(pool.map(_variants, tasks))
+    outcomes: list[list[Outcome]] = []
+    with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1, 4), mp_context=get_context("spawn")) as pool:
+        for group in pool.map(_variants, tasks):
+            outcomes.append(group)
+            report(f"{len(outcomes)} of {len(tasks)}: {' '.join(group[0].words)}")
     return sorted((o for group in outcomes for o in group), key=_rank)
 
 
@@ -102,6 +106,7 @@ def _rank(outcome: Outcome) -> tuple[int, float]:
 
 
 def _variants(task: tuple[TrainConfig, Hardware, int, Candidate, Size]) -> list[Outcome]:
+    _hush()
     config, hardware, ranks, candidate, size = task
     config = replace(config, parallel=candidate.parallel)
     words = candidate.words
@@ -121,6 +126,12 @@ def _variants(task: tuple[TrainConfig, Hardware, int, Candidate, Size]) -> list[
         if outcome.plan is None or not outcome.plan.fits:
             break
     return outcomes
+
+
+def _hush() -> None:
+    """Libraries' remarks on jobs that do not run: this process makes plans and nothing else."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
 
 def planned(config: TrainConfig, hardware: Hardware, ranks: int, words: Sequence[str]) -> Outcome:

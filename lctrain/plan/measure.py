@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -107,21 +108,51 @@ def _cpu_peak(profiler: torch.profiler.profile) -> int:
     assert results is not None
     events = sorted(_walk(results.experimental_event_tree(), theirs=False), key=lambda e: e[0].start_time_ns)
     main = next(event for event, _ in events if event.name == _RESTART)
-    gloos: set[int] = set()
-    held = peak = 0
+    blocks = LiveBlocks()
+    peak = 0
     for event, theirs in events:
         if event.typed[0] != _EventType.Allocation:
             continue
         address, size = event.typed[1].ptr, event.typed[1].alloc_size
-        if size > 0 and (theirs or event.start_tid != main.start_tid):
-            gloos.add(address)
-        elif size < 0 and address in gloos:
-            gloos.remove(address)
+        if size < 0:
+            blocks.free(address)
         else:
-            held += size
+            blocks.allocate(address, size, counted=not theirs and event.start_tid == main.start_tid)
             if event.start_time_ns >= main.start_time_ns:
-                peak = max(peak, held)
+                peak = max(peak, blocks.held)
     return peak
+
+
+class LiveBlocks:
+    """Blocks of memory by address. held: bytes of those that count.
+
+    The profiler does not hear of what gloo's threads free, as they may a tensor that was sent; but where a new block
+    begins, no old one can be.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[int, bool]] = {}
+
+    def allocate(self, address: int, size: int, *, counted: bool) -> None:
+        """A new block, in whose place there is no other any more."""
+        place = bisect.bisect_right(self._starts, address)
+        if place and (before := self._starts[place - 1]) + self._blocks[before][0] > address:
+            self.free(before)
+            place -= 1
+        while place < len(self._starts) and self._starts[place] < address + size:
+            self.free(self._starts[place])
+        self._starts.insert(place, address)
+        self._blocks[address] = size, counted
+        self.held += size if counted else 0
+
+    def free(self, address: int) -> None:
+        """The end of a block; of none when it is not known."""
+        size, counted = self._blocks.pop(address, (0, False))
+        if size:
+            self._starts.remove(address)
+        self.held -= size if counted else 0
 
 
 def _walk(events: Iterable[Any], *, theirs: bool) -> Iterator[tuple[Any, bool]]:

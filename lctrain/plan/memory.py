@@ -103,10 +103,10 @@ def categories(events: Sequence[Event]) -> dict[Block, str]:
         forward_end = ends.get(block.phase)
         if block.hint is not None:
             found[block] = block.hint
-        elif block.collective:
-            found[block] = "communication"
         elif forward_end is not None and died.get(block, len(events)) > forward_end:
             found[block] = "activations"
+        elif block.collective:
+            found[block] = "communication"
         else:
             found[block] = "temporary"
     return found

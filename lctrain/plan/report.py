@@ -134,20 +134,24 @@ def one_line(plan: Plan) -> str:
 def table(outcomes: Sequence[Outcome], hardware: Hardware) -> Iterator[str]:
     """Layouts that fit by speed, those that do not by size, and those that cannot be."""
     width = max(len(" ".join(o.words)) for o in outcomes)
-    yield f"{'':<{width}}  {'GiB a rank':>10}  {'s a step':>9}  {'a second':>9}  {'MFU %':>6}"
+    heads = ("GiB a rank", "s a step", "messages", "a second", "MFU %", "least batch")
+    yield f"{'':<{width}}  " + "  ".join(f"{head:>11}" for head in heads)
     for outcome in outcomes:
         words, plan = " ".join(outcome.words), outcome.plan
         if plan is None:
             yield f"{words:<{width}}  no: {outcome.reason}"
             continue
-        batch = plan.config.train.global_batch_size
-        least = plan.resolved.sizes.data * plan.config.train.micro_batch_size
-        note = "" if plan.fits else "  does not fit"
-        note += f"  batch {batch}, at least {least}"
-        yield (
-            f"{words:<{width}}  {plan.peak_bytes / GIB:>10.2f}  {plan.time.step_s:>9.3g}  {plan.units_per_s:>9,.0f}  "
-            f"{100 * plan.mfu:>6.1f}{note}"
+        time = plan.time
+        cells = (
+            f"{plan.peak_bytes / GIB:.2f}",
+            f"{time.step_s:.3g}",
+            f"{time.exposed_s:.2f}+{time.hidden_s:.2f}",
+            f"{plan.units_per_s:,.0f}",
+            f"{100 * plan.mfu:.1f}",
+            f"{plan.resolved.sizes.data * plan.config.train.micro_batch_size}",
         )
+        yield f"{words:<{width}}  " + "  ".join(f"{c:>11}" for c in cells) + ("" if plan.fits else "  does not fit")
+    yield "messages: seconds that computation waits for + seconds beside it; least batch: of one micro-step a rank"
     yield f"usable on {hardware.title}: {hardware.usable_bytes / GIB:.2f} GiB"
 
 

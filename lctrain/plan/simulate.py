@@ -90,12 +90,13 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
         trace.restart()
         micro_steps = min(session.resolved.accumulation, TRACED_MICRO_STEPS)
         run_step(job, batch, micro_steps, trace.enter, lambda: mark_gradients(job.engine, trace))
+        events = list(trace.events)  # before the job is taken apart
         work = job.objective.work(batch)
     copies = session.resolved.sizes.data * session.resolved.accumulation
     shapes = [(_whole_size(p), p.requires_grad) for p in job.engine.module.parameters()]
     return Simulation(
         resolved=session.resolved,
-        events=trace.events,
+        events=events,
         operations=trace.operations,
         micro_steps=micro_steps,
         parameters=sum(size for size, _ in shapes),

@@ -93,7 +93,7 @@ def _layouts(config: TrainConfig, hardware: Hardware, ranks: int, run_dir: Path)
     from lctrain.plan.layouts import compare
     from lctrain.plan.report import table
 
-    outcomes = compare(config, hardware, ranks)
+    outcomes = compare(config, hardware, ranks, print)
     _say(table(outcomes, hardware))
     records = [
         {"words": list(o.words), **({"reason": o.reason} if o.plan is None else o.plan.as_record())} for o in outcomes
