@@ -28,7 +28,7 @@ class _Moved:
 
 def _place(x: torch.Tensor) -> tuple[int, int, torch.Size]:
     """Which memory a tensor is. A storage's own address also tells tensors without memory apart, as in a plan."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape
+    return x.untyped_storage()._cdata, int(x.storage_offset()), x.shape
 
 
 class HostInputs:

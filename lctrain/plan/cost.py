@@ -115,7 +115,7 @@ def _members(argument: Any) -> list[int] | None:
     """The ranks of a process group, given as c10d or DTensor pass it; None for another argument."""
     try:
         if isinstance(argument, str):
-            argument = dist.distributed_c10d._resolve_process_group(argument)
+            argument = dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
         elif isinstance(argument, torch.ScriptObject):
             argument = dist.ProcessGroup.unbox(argument)
         else:

@@ -62,7 +62,7 @@ def real_meshes() -> Iterator[None]:
         with unset_fake_temporarily():
             return original(meshes)
 
-    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
+    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

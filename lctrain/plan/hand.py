@@ -31,7 +31,7 @@ class Hand:
 def by_hand(config: TrainConfig, sizes: Sizes, *, parameters: int, trained: int) -> Hand:
     """Mixed precision: 2 bytes of weights, 2 of gradients, 4 of master weights; fp32: 4 and 4; Adam 8, momentum 4."""
     width = 4 if isinstance(config.precision, Fp32Config) else 2
-    optimizer = {AdamWConfig: 8, SgdConfig: 4}.get(type(config.optim), 4)
+    optimizer = 8 if isinstance(config.optim, AdamWConfig) else 4
     if isinstance(config.optim, SgdConfig) and config.optim.momentum == 0:
         optimizer = 0
     totals = {

@@ -61,7 +61,7 @@ def build(session: Session, mesh: Mesh, *, kernel: Kernel | None, real: bool) ->
 
     images = _Images(ASSUMED_CLASSES, len(session.config.images.mean))
     vision = build_vision(session, mesh, images, init_weights=real)
-    return vision, list(vision.model.stages)
+    return vision, list(vision.model.stages)  # type: ignore[arg-type]
 
 
 def make_batch(config: TrainConfig) -> Any:
@@ -72,8 +72,8 @@ def make_batch(config: TrainConfig) -> Any:
         images = torch.zeros(rows, size, size, channels, dtype=torch.uint8)
         return ImageBatch(images, torch.zeros(rows, dtype=torch.long), rows)
     length = config.documents.max_length
-    ids = [torch.zeros(rows, length, dtype=torch.long) for _ in range(3)]
-    return TextBatch(*ids, Documents.from_lengths([length] * rows), rows * length, rows * length)
+    ids, positions, labels = (torch.zeros(rows, length, dtype=torch.long) for _ in range(3))
+    return TextBatch(ids, positions, labels, Documents.from_lengths([length] * rows), rows * length, rows * length)
 
 
 def run_step(

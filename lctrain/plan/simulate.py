@@ -179,7 +179,7 @@ def _host_inputs(hardware: Hardware, trace: Trace) -> Iterator[None]:
     def copied_back(inputs: HostInputs, moved: Any) -> None:
         moved.device_copy = moved.host.clone()
 
-    HostInputs._out, HostInputs._fetch = marked_out, copied_back  # type: ignore[method-assign]
+    HostInputs._out, HostInputs._fetch = marked_out, copied_back  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -44,6 +44,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -53,7 +54,7 @@ class RunDir:
     def create(self, config: TrainConfig) -> None:
         """Make the directory and write config.yaml."""
         self.path.mkdir(parents=True, exist_ok=True)
-        save_config(config, self.path / "config.yaml")
+        save_config(config, self.config)
         self.summary.unlink(missing_ok=True)
 
     def drop_metrics_after(self, step: int) -> None:

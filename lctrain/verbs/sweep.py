@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import sys
 from datetime import datetime
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from lctrain.config.compose import conf_dir, explain, options, to_config
 from lctrain.config.registry import register
+from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, ConfigError, LctrainError
 from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import read_summary
@@ -62,7 +65,8 @@ def sweep(command: Any) -> int:
     # Hydra would print its own errors and exit 1; with this it raises them.
     before, sys.argv, os.environ["HYDRA_FULL_ERROR"] = sys.argv, argv, "1"
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(_job)()
+        job = wraps(_job)(partial(_job, command))  # Hydra asks a task function for its name
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir=command.config_dir) from error
     except _Stop as stop:
@@ -80,21 +84,38 @@ def _forget_unused(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _job(raw: Any) -> float:
+def _job(command: Any, raw: Any) -> float:
     """One job; its last loss is what an optimizing sweeper minimises. Raises _Stop when the sweep must end."""
     try:
-        return _run(raw)
+        return _plan(raw, command.config_dir) if command.verb == "plan" else _run(raw)
     except LctrainError as error:
         raise _Stop(error) from error
 
 
-def _run(raw: Any) -> float:
+def _own(raw: Any) -> TrainConfig:
+    """The job's config, with the directory that the sweep gives it."""
     from hydra.core.hydra_config import HydraConfig
-
-    from lctrain.verbs.train import run_config
 
     config = to_config(raw)
     config.run_dir = HydraConfig.get().runtime.output_dir
+    return config
+
+
+def _plan(raw: Any, config_dir: str | None) -> float:
+    """One plan, whether it fits or not; its predicted seconds a step."""
+    from lctrain.verbs.plan import FILE, plan_config
+
+    config = _own(raw)
+    plan_config(config, config_dir=config_dir)
+    record = json.loads((Path(str(config.run_dir)) / FILE).read_text(encoding="utf-8"))
+    return float(record["step_time_s"])
+
+
+def _run(raw: Any) -> float:
+    from lctrain.verbs.train import run_config
+
+    config = _own(raw)
+    assert config.run_dir is not None
     code = run_config("train", config, read_ranks())
     if code != EXIT_OK:
         raise JobFailed(f"the job in {config.run_dir} ended with exit code {code}; the sweep stops here", code)

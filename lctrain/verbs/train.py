@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lctrain.config.compose import compose_config
+from lctrain.config.plan import PlanConfig
 from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
-from lctrain.errors import EXIT_BUG, EXIT_OK, EXIT_USER
+from lctrain.errors import EXIT_BUG, EXIT_OK, EXIT_USER, ConfigError
 from lctrain.launch.accelerate_env import check_accelerate
 from lctrain.launch.start import start
 from lctrain.runtime.process import Ranks, read_ranks
@@ -25,7 +26,20 @@ def run(command: Any) -> int:
     config = compose_config(command.overrides, config_dir=command.config_dir)
     if command.show_config:
         return show(config)
+    check_no_question(config)
     return run_config("train", config, read_ranks())
+
+
+def check_no_question(config: TrainConfig) -> None:
+    """Raise ConfigError when the plan verb is asked something of a job that trains."""
+    default = PlanConfig()
+    for name in ("world_size", "layouts", "max_length", "fit", "calibrate", "dataset_size", "price_per_hour"):
+        value = getattr(config.plan, name)
+        if value != getattr(default, name):
+            raise ConfigError(
+                f"plan.{name}={str(value).lower()} is a question to the plan verb and has no effect on training; write "
+                "python -m lctrain plan ..., or leave it out"
+            )
 
 
 def show(config: TrainConfig) -> int:

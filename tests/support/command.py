@@ -31,7 +31,7 @@ def environment(**extra: str) -> dict[str, str]:
 def lctrain(*words: str, cwd: Path, module: Sequence[str] = ("lctrain",)) -> subprocess.CompletedProcess[str]:
     """Run `python -m lctrain WORDS` to its end. module: another module and what stands before the words."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *module, *words],
+        [sys.executable, "-m", *module, *unplanned(words)],
         cwd=cwd,
         env=environment(HF_HOME=str(cwd / "hf")),
         stdout=subprocess.PIPE,
@@ -45,6 +45,12 @@ def lctrain(*words: str, cwd: Path, module: Sequence[str] = ("lctrain",)) -> sub
         out, err = process.communicate()
         raise AssertionError(f"{words} did not end in {LIMIT_S} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def unplanned(words: Sequence[str]) -> list[str]:
+    """The words of a run, without the plan at its start unless they ask for it: it would cost a core for seconds."""
+    trains = any(w.startswith("recipe=") for w in words) and not any(w.startswith("plan.") for w in words)
+    return [*words, "plan.at_start=false"] if trains else list(words)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -66,7 +72,7 @@ class Running:
         self._out, self._err = (cwd / f"{name}.{kind}" for kind in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lctrain", *words], cwd=cwd, env=environment(), stdout=out, stderr=err
+                [sys.executable, "-m", "lctrain", *unplanned(words)], cwd=cwd, env=environment(), stdout=out, stderr=err
             )
 
     @property

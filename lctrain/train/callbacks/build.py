@@ -11,6 +11,7 @@ from lctrain.errors import ConfigError
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.callbacks.console import Console
 from lctrain.train.callbacks.metrics_file import MetricsFile
+from lctrain.train.callbacks.planned import Planned
 from lctrain.train.callbacks.tensorboard import TensorBoard
 from lctrain.train.run_dir import RunDir
 
@@ -33,9 +34,9 @@ def check_logs(config: LoggingConfig) -> None:
 
 
 def build_callbacks(
-    config: TrainConfig, run_dir: RunDir, report: Callable[[str], None], *, rank: int
+    config: TrainConfig, run_dir: RunDir, report: Callable[[str], None], *, rank: int, ranks: int
 ) -> list[Callback]:
-    """What this rank listens with: nearly everything on the main one.
+    """What this rank of `ranks` listens with: nearly everything on the main one.
 
     A progress bar needs a terminal; elsewhere there are lines.
     """
@@ -45,6 +46,8 @@ def build_callbacks(
         every = logging.every_steps
         callbacks.append(MetricsFile(run_dir.metrics, every_steps=every))
         callbacks.append(Console(report, every_steps=every, bar=logging.progress and sys.stdout.isatty()))
+        if config.plan.at_start:
+            callbacks.append(Planned(run_dir.config, ranks=ranks, report=report))
         if logging.tensorboard:
             callbacks.append(TensorBoard(run_dir.path / "tensorboard", every_steps=every))
         if logging.pictures:

@@ -1,0 +1,58 @@
+"""`python -m lctrain.plan.at_start CONFIG RANKS`: the plan of a job that has just started, as one JSON line.
+
+A process of its own, because a plan wants fake process groups and the job has real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from lctrain.config.plain import load
+from lctrain.errors import EXIT_OK, LctrainError
+
+
+def main() -> int:
+    """Print {line, tensor_bytes, reserve_bytes}, or {line} that says why there is no plan."""
+    path, ranks = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(OSError):
+        os.nice(10)  # the job comes first
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            record = _plan(Path(path), int(ranks))
+    except LctrainError as error:
+        record = {"line": f"plan: none ({error})"}
+    print(json.dumps(record), flush=True)
+    return EXIT_OK
+
+
+def _plan(path: Path, ranks: int) -> dict[str, object]:
+    from dataclasses import replace
+
+    from lctrain.config.hardware import check_trains, load_hardware
+    from lctrain.plan.derived import quick_plan
+    from lctrain.plan.detect import at_hand
+    from lctrain.plan.report import one_line
+
+    config = load(path)
+    config = replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
+    hardware = at_hand(config) if config.plan.device is None else load_hardware(config.plan.device)
+    dtype = config.precision.kind
+    hardware = hardware.with_overrides(config.plan, dtype)
+    check_trains(hardware, dtype)
+    plan = quick_plan(config, hardware, ranks)
+    return {
+        "line": one_line(plan),
+        "tensor_bytes": plan.peak.bytes,
+        "reserve_bytes": sum(plan.reserve.values()),
+        "whole_process": hardware.type == "cpu",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
