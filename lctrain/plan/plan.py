@@ -81,6 +81,7 @@ class Plan:
             "device": self.hardware.name,
             "world_size": self.resolved.sizes.world,
             "peak_bytes": self.peak_bytes,
+            "tensor_bytes": self.peak.bytes,
             "usable_bytes": self.hardware.usable_bytes,
             "headroom_bytes": self.hardware.usable_bytes - self.peak_bytes,
             "host_bytes": self.peak.host_bytes,
