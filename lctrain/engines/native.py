@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def _sum_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torc
     """DDP communication hook: sum where DDP would average (axis: all ranks)."""
     whole = bucket.buffer()
     work = dist.all_reduce(whole, async_op=True)
-    return work.get_future().then(lambda _: whole)
+    return work.get_future().then(partial(_reduced, into=whole))
 
 
 def _sum_bucket_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -148,7 +149,15 @@ def _sum_bucket_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures
     rounded = whole.to(dtype)
     work = dist.all_reduce(rounded, async_op=True)
     # Into the bucket itself, whose views the gradients are.
-    return work.get_future().then(lambda _: whole.copy_(rounded))
+    return work.get_future().then(partial(_reduced, into=whole, rounded=rounded))
+
+
+def _reduced(
+    future: torch.futures.Future[Any], *, into: torch.Tensor, rounded: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`into`, which the reduction filled in place or is filled from `rounded`. Raises what the reduction raised."""
+    future.value()
+    return into if rounded is None else into.copy_(rounded)
 
 
 # DDP compares annotations with types, and this file's are strings.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from lctrain.config.batch_norm import BnStatistics
 from lctrain.config.hardware import GIB, Hardware
 from lctrain.config.model import CausalLMConfig
+from lctrain.plan.job import ASSUMED_CLASSES
 from lctrain.plan.layouts import Outcome
 from lctrain.plan.plan import ASSUMPTIONS, Plan
 
@@ -60,7 +61,11 @@ def _batch(plan: Plan) -> str:
         BnStatistics.ghost: min(config.bn.ghost_size or train.micro_batch_size, train.micro_batch_size),
         BnStatistics.sync: train.micro_batch_size * plan.resolved.sizes.data,
     }.get(config.bn.statistics, train.micro_batch_size)
-    return f"{text}, images of {size} x {size}; BatchNorm sees {seen:,} of a step's {train.global_batch_size:,} at once"
+    assumed = "" if config.image_model.classes else f", {ASSUMED_CLASSES:,} classes assumed (model.classes)"
+    return (
+        f"{text}, images of {size} x {size}{assumed}; BatchNorm sees {seen:,} of a step's "
+        f"{train.global_batch_size:,} at once"
+    )
 
 
 def _memory(plan: Plan) -> Iterator[str]:
