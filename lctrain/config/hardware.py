@@ -53,7 +53,8 @@ class Hardware:
 
     def with_overrides(self, plan: PlanConfig, dtype: str) -> Hardware:
         """The device with what the command line says of it."""
-        given = {n: v for n in ("usable_gib", "bandwidth_tb_s", "link_gb_s", "latency_us") if (v := getattr(plan, n))}
+        names = ("usable_gib", "bandwidth_tb_s", "link_gb_s", "latency_us")
+        given = {name: value for name in names if (value := getattr(plan, name)) is not None}
         peaks = self.peak_tflops | ({dtype: plan.peak_tflops} if plan.peak_tflops else {})
         return replace(self, peak_tflops=peaks, **given)
 

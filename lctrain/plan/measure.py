@@ -52,10 +52,9 @@ def measure(session: Session) -> Measured:
     with meter.watching():
         job, _ = build(session, mesh, kernel=None, real=True)
         batch = make_batch(session.config)
-        run_step(job, batch, traced, lambda phase: None)
-        meter.restart()
-        run_step(job, batch, traced, lambda phase: None)
-        mesh.device.synchronize()
+        for mark in (meter.settle, meter.restart, mesh.device.synchronize):
+            run_step(job, batch, traced, lambda phase: None)
+            mark()
     times = []
     for _ in range(_TIMED_STEPS):
         mesh.barrier()
@@ -86,6 +85,12 @@ class _Meter:
             yield
         self.peak_bytes = _cpu_peak(profiler)
 
+    def settle(self) -> None:
+        """What is held from step to step exists from here on."""
+        if self._device.type == "cpu":
+            with torch.profiler.record_function(_SETTLED):
+                pass
+
     def restart(self) -> None:
         """The peak counts from here."""
         if self._device.type != "cpu":
@@ -95,7 +100,7 @@ class _Meter:
             pass
 
 
-_RESTART = "lctrain_plan_restart"
+_SETTLED, _RESTART = "lctrain_plan_settled", "lctrain_plan_restart"
 
 
 def _cpu_peak(profiler: torch.profiler.profile) -> int:
@@ -111,6 +116,8 @@ def _cpu_peak(profiler: torch.profiler.profile) -> int:
     blocks = LiveBlocks()
     peak = 0
     for event, theirs in events:
+        if event.name in (_SETTLED, _RESTART):
+            blocks.new_step()
         if event.typed[0] != _EventType.Allocation:
             continue
         address, size = event.typed[1].ptr, event.typed[1].alloc_size
@@ -127,12 +134,13 @@ class LiveBlocks:
     """Blocks of memory by address. held: bytes of those that count.
 
     The profiler does not hear of what gloo's threads free, as they may a tensor that was sent; but where a new block
-    begins, no old one can be.
+    begins no old one can be, and a step leaves nothing of its own behind.
     """
 
     def __init__(self) -> None:
         self.held = 0
         self._starts: list[int] = []
+        self._of_step: set[int] | None = None
         self._blocks: dict[int, tuple[int, bool]] = {}
 
     def allocate(self, address: int, size: int, *, counted: bool) -> None:
@@ -145,13 +153,23 @@ class LiveBlocks:
             self.free(self._starts[place])
         self._starts.insert(place, address)
         self._blocks[address] = size, counted
+        if self._of_step is not None:
+            self._of_step.add(address)
         self.held += size if counted else 0
+
+    def new_step(self) -> None:
+        """A step that leaves nothing begins; what is left of the one before has been freed."""
+        for address in tuple(self._of_step or ()):
+            self.free(address)
+        self._of_step = set()
 
     def free(self, address: int) -> None:
         """The end of a block; of none when it is not known."""
         size, counted = self._blocks.pop(address, (0, False))
         if size:
             self._starts.remove(address)
+            if self._of_step is not None:
+                self._of_step.discard(address)
         self.held -= size if counted else 0
 
 

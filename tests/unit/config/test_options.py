@@ -51,7 +51,7 @@ def test_every_class_has_an_option_and_every_option_a_description() -> None:
         found = {type(getattr(composed(recipe, number), group)) for recipe in recipes for number in range(ROUNDS)}
         assert found == set(GROUPS[group]), group
         assert all(options(group).values()), group
-    assert {p.name for p in conf_dir().iterdir() if p.is_dir()} == {*GROUPS, "recipe", "preset"}
+    assert {p.name for p in conf_dir().iterdir() if p.is_dir()} == {*GROUPS, "recipe", "preset", "hardware"}
 
 
 def test_recipes_carry_their_own_name_and_a_line_about_themselves() -> None:
