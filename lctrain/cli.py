@@ -123,7 +123,10 @@ def help_text() -> str:
         lines += [f"    {name:<12} {text}" for name, text in options(group).items()]
     lines += [
         "",
-        "other fields: train.*, eval.*, verify.*, run_dir, device (auto, cuda, npu, cpu), seed",
+        "devices (plan.device=NAME):",
+        f"  {', '.join(options('hardware'))}",
+        "",
+        "other fields: train.*, eval.*, verify.*, plan.*, run_dir, device (auto, cuda, npu, cpu), seed",
         "",
         "flags:",
         "  -m, --multirun    a sweep: comma-separated values make one job each",
@@ -134,5 +137,6 @@ def help_text() -> str:
         "  python -m lctrain recipe=llama_tiny_32k",
         "  python -m lctrain recipe=llama7b_32k parallel=fsdp_sp model.path=DIR data=jsonl data.path=FILE",
         "  accelerate launch -m lctrain recipe=llama7b_32k parallel=fsdp_sp model.path=DIR data.path=DIR",
+        "  python -m lctrain plan recipe=llama7b_32k plan.layouts=all plan.device=ascend910b3 plan.world_size=8",
     ]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""`python -m lctrain.plan.at_start CONFIG RANKS`: the plan of a job that has just started, as one JSON line.
+"""`python -m lctrain.plan.at_start CONFIG RANKS TYPE NAME BYTES`: the plan of a job that has just started.
 
-A process of its own, because a plan wants fake process groups and the job has real ones.
+One JSON line. A process of its own, because a plan wants fake process groups and the job has real ones; it is told the
+device's type, name and memory, because asking the device would take some of it.
 """
 
 from __future__ import annotations
@@ -18,30 +19,33 @@ from lctrain.errors import EXIT_OK, LctrainError
 
 def main() -> int:
     """Print {line, tensor_bytes, reserve_bytes}, or {line} that says why there is no plan."""
-    path, ranks = sys.argv[1:]
+    path, ranks, device_type, name, memory = sys.argv[1:]
     warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):
         os.nice(10)  # the job comes first
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            record = _plan(Path(path), int(ranks))
+            record = _plan(Path(path), int(ranks), device_type, name, int(memory))
     except LctrainError as error:
         record = {"line": f"plan: none ({error})"}
     print(json.dumps(record), flush=True)
     return EXIT_OK
 
 
-def _plan(path: Path, ranks: int) -> dict[str, object]:
+def _plan(path: Path, ranks: int, device_type: str, name: str, memory: int) -> dict[str, object]:
     from dataclasses import replace
 
     from lctrain.config.hardware import check_trains, load_hardware
     from lctrain.plan.derived import quick_plan
-    from lctrain.plan.detect import at_hand
+    from lctrain.plan.detect import cpu_of, named
     from lctrain.plan.report import one_line
 
     config = load(path)
     config = replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
-    hardware = at_hand(config) if config.plan.device is None else load_hardware(config.plan.device)
+    if config.plan.device is not None:
+        hardware = load_hardware(config.plan.device)
+    else:
+        hardware = cpu_of(memory) if device_type == "cpu" else named(name, memory)
     dtype = config.precision.kind
     hardware = hardware.with_overrides(config.plan, dtype)
     check_trains(hardware, dtype)

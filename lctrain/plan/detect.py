@@ -30,15 +30,23 @@ def at_hand(config: TrainConfig) -> Hardware:
     """This machine's device with the memory it has. Raises ConfigError for one there is no file for."""
     device = choose(config.device, 0, 1)
     if device.type == "cpu":
-        ranks = config.plan.world_size or wanted_ranks(config)
-        each = host_memory_bytes() / ranks / GIB
-        return replace(load_hardware("cpu"), memory_gib=round(each, 1), usable_gib=each)
-    name = next((file for part, file in _FILES.items() if part in device.name), None)
-    if name is None:
+        return cpu_of(host_memory_bytes() // (config.plan.world_size or wanted_ranks(config)))
+    return named(device.name, device.total_memory_bytes())
+
+
+def cpu_of(memory_bytes: int) -> Hardware:
+    """A CPU core whose rank may use so much."""
+    each = memory_bytes / GIB
+    return replace(load_hardware("cpu"), memory_gib=round(each, 1), usable_gib=each)
+
+
+def named(name: str, memory_bytes: int) -> Hardware:
+    """The accelerator that calls itself `name`. Raises ConfigError when there is no file for it."""
+    file = next((file for part, file in _FILES.items() if part in name), None)
+    if file is None:
         raise ConfigError(
-            f"plan.device is not given and there is no conf/hardware file for {device.name}; give the nearest as "
+            f"plan.device is not given and there is no conf/hardware file for {name}; give the nearest as "
             "plan.device, or a file of your own in DIR/hardware with --config-dir DIR"
         )
-    total = device.total_memory_bytes() / GIB
-    known = load_hardware(name)
+    total, known = memory_bytes / GIB, load_hardware(file)
     return replace(known, memory_gib=round(total, 1), usable_gib=min(known.usable_gib, total))

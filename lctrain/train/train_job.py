@@ -44,7 +44,7 @@ def rank_main(session: Session) -> int:
     mesh = session.connect()
     job = build_job(session, mesh, data["train"], init_weights=not checkpoint)
     state = _continue(session, job, run_dir, Path(checkpoint)) if checkpoint else TrainState()
-    callbacks = build_callbacks(config, run_dir, session.log, rank=session.ranks.rank, ranks=mesh.sizes.world)
+    callbacks = build_callbacks(config, run_dir, session.log, ranks=session.ranks, mesh=mesh)
     if session.ranks.is_main:
         callbacks += job.callbacks(run_dir.path, data, order)
     trainer = _trainer(session, mesh, job, run_dir, identity, data, order, limits, state, callbacks)

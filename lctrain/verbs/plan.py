@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lctrain.config.compose import compose_config
 from lctrain.config.hardware import Hardware, check_trains, load_hardware
+from lctrain.config.parallel import SingleConfig
 from lctrain.config.plan import PlanConfig
 from lctrain.config.resolve import wanted_ranks
 from lctrain.config.root import TrainConfig
@@ -39,6 +40,10 @@ def plan_config(config: TrainConfig, *, config_dir: str | None = None) -> int:
     """Plan a typed config. Raises ConfigError, ModelError."""
     hardware = hardware_of(config, config_dir=config_dir)
     ranks = config.plan.world_size or wanted_ranks(config)
+    if isinstance(config.parallel, SingleConfig) and ranks > 1:
+        raise ConfigError(
+            f"plan.world_size={ranks} but parallel=single runs one rank; choose another layout, e.g. fsdp"
+        )
     config = replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(f"{config.recipe}-plan")
     if (run_dir / FILE).exists():

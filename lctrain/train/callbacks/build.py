@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 from lctrain.config.root import LoggingConfig, TrainConfig
 from lctrain.errors import ConfigError
+from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.process import Ranks
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.callbacks.console import Console
 from lctrain.train.callbacks.metrics_file import MetricsFile
@@ -34,20 +36,21 @@ def check_logs(config: LoggingConfig) -> None:
 
 
 def build_callbacks(
-    config: TrainConfig, run_dir: RunDir, report: Callable[[str], None], *, rank: int, ranks: int
+    config: TrainConfig, run_dir: RunDir, report: Callable[[str], None], *, ranks: Ranks, mesh: Mesh
 ) -> list[Callback]:
-    """What this rank of `ranks` listens with: nearly everything on the main one.
+    """What this rank listens with: nearly everything on the main one.
 
     A progress bar needs a terminal; elsewhere there are lines.
     """
     logging = config.logging
     callbacks: list[Callback] = []
-    if rank == 0:
+    rank = ranks.rank
+    if ranks.is_main:
         every = logging.every_steps
         callbacks.append(MetricsFile(run_dir.metrics, every_steps=every))
         callbacks.append(Console(report, every_steps=every, bar=logging.progress and sys.stdout.isatty()))
         if config.plan.at_start:
-            callbacks.append(Planned(run_dir.config, ranks=ranks, report=report))
+            callbacks.append(Planned(run_dir.config, mesh=mesh, ranks_here=ranks.local_world_size, report=report))
         if logging.tensorboard:
             callbacks.append(TensorBoard(run_dir.path / "tensorboard", every_steps=every))
         if logging.pictures:

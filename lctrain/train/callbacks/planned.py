@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lctrain.runtime.mesh import Mesh
 from lctrain.train.callbacks.base import Callback, StepRecord
 from lctrain.train.checkpoint import TrainState
 
@@ -19,8 +20,11 @@ _SETTLED_STEPS = 2
 class Planned(Callback):
     """Starts a process that plans (lctrain/plan/at_start.py) and reads what it says between steps."""
 
-    def __init__(self, config: Path, *, ranks: int, report: Callable[[str], None]) -> None:
-        self._config, self._ranks, self._report = config, ranks, report
+    def __init__(self, config: Path, *, mesh: Mesh, ranks_here: int, report: Callable[[str], None]) -> None:
+        self._config, self._report = config, report
+        device = mesh.device
+        memory = device.total_memory_bytes() // (ranks_here if device.type == "cpu" else 1)
+        self._job = [str(mesh.sizes.world), device.type, device.name, str(memory)]
         self._process: subprocess.Popen[str] | None = None
         self._plan: dict[str, Any] = {}
         self._steps = 0
@@ -29,11 +33,12 @@ class Planned(Callback):
         """Begin to plan, as a process that no launcher's variables reach."""
         kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not k.startswith("LCTRAIN_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lctrain.plan.at_start", str(self._config), str(self._ranks)],
+            [sys.executable, "-m", "lctrain.plan.at_start", str(self._config), *self._job],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**kept, "OMP_NUM_THREADS": "1"},
+            # It must not open a device, which would take of the job's memory.
+            env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""},
         )
 
     def step_end(self, record: StepRecord) -> None:
