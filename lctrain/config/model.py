@@ -24,6 +24,7 @@ class AttentionKernel(Enum):
     sdpa = "sdpa"
     flash = "flash"
     flash3 = "flash3"
+    npu = "npu"
     flex = "flex"
     reference = "reference"
 

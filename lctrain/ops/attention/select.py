@@ -10,17 +10,25 @@ from lctrain.ops.attention.flash import FlashKernel
 from lctrain.ops.attention.flash3 import Flash3Kernel
 from lctrain.ops.attention.flex import FlexKernel
 from lctrain.ops.attention.interface import Kernel
+from lctrain.ops.attention.npu import NpuKernel
 from lctrain.ops.attention.reference import ReferenceKernel
 from lctrain.ops.attention.sdpa import SdpaKernel
 
 _KERNELS: dict[AttentionKernel, type[Kernel]] = {
     AttentionKernel.flash3: Flash3Kernel,
     AttentionKernel.flash: FlashKernel,
+    AttentionKernel.npu: NpuKernel,
     AttentionKernel.sdpa: SdpaKernel,
     AttentionKernel.flex: FlexKernel,
     AttentionKernel.reference: ReferenceKernel,
 }
-_AUTO = (AttentionKernel.flash3, AttentionKernel.flash, AttentionKernel.sdpa, AttentionKernel.reference)
+_AUTO = (
+    AttentionKernel.flash3,
+    AttentionKernel.flash,
+    AttentionKernel.npu,
+    AttentionKernel.sdpa,
+    AttentionKernel.reference,
+)
 """Fastest first: the order in which `auto` asks them."""
 
 
