@@ -85,7 +85,7 @@ class DeepSpeedEngine:
 
     def grad_norm(self) -> float:
         """From the gradients themselves, one parameter at a time."""
-        total = sum(float(grad.double().square().sum()) for _, grad in self.gradients())
+        total = sum(float(grad.cpu().double().square().sum()) for _, grad in self.gradients())
         return math.sqrt(total)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,7 +41,7 @@ class CausalLMObjective:
 
     def eval_sums(self, model: Any, batch: TextBatch) -> torch.Tensor:
         """[1]: cross entropy."""
-        return self.loss_sum(model, batch).double()[None]
+        return self.loss_sum(model, batch).float()[None]
 
     def eval_metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Mean loss and perplexity."""

@@ -54,7 +54,7 @@ class ClassificationObjective:
         logits, labels = model(self.normalise(batch.images)).float(), batch.labels
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         guesses = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
-        return torch.stack([loss, guesses[:, 0].sum(), guesses.sum()]).double()
+        return torch.stack([loss, guesses[:, 0].sum(), guesses.sum()]).float()
 
     def eval_metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Mean loss, top-1 and top-5 accuracy as fractions."""

@@ -68,10 +68,10 @@ class BatchNormStatistics:
 
     def _agree(self) -> None:
         buffers = self._buffers()
-        both = torch.cat(buffers).double()
+        both = torch.cat(buffers).cpu().double()  # fp64 is the host's: not every device has it
         match self._how:
             case BnSync.pooled:
-                both = _finish(_reduce(self._moments(both)), self._of_channels(both.device))
+                both = _finish(_reduce(self._moments(both)), self._of_channels())
             case BnSync.mean:
                 both = _reduce(both) / dist.get_world_size()
             case BnSync.broadcast:
@@ -87,7 +87,7 @@ class BatchNormStatistics:
         counters = [layer.num_batches_tracked for layer in self._layers]
         kept = [counter.clone() for counter in counters]  # type: ignore[union-attr]
         buffers = self._buffers()
-        sums = [torch.zeros(2, size, dtype=torch.float64, device=buffers[0].device) for size in self._sizes]
+        sums = [torch.zeros(2, size, dtype=torch.float64) for size in self._sizes]
         counts = [0.0] * len(self._layers)
 
         def adder(place: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
@@ -96,7 +96,7 @@ class BatchNormStatistics:
                 var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
                 n = x.numel() // x.shape[1]
                 counts[place] += n
-                sums[place] += n * torch.stack([mean, var + mean.square()])
+                sums[place] += n * torch.stack([mean, var + mean.square()]).cpu()
 
             return add
 
@@ -110,24 +110,24 @@ class BatchNormStatistics:
             hook.remove()
         for counter, before in zip(counters, kept, strict=True):
             counter.copy_(before)  # type: ignore[union-attr]
-        total = torch.cat([*torch.cat(sums, 1), torch.tensor(counts, dtype=torch.float64).to(buffers[0].device)])
-        self._write(buffers, _finish(_reduce(total), self._of_channels(total.device)))
+        total = torch.cat([*torch.cat(sums, 1), torch.tensor(counts, dtype=torch.float64)])
+        self._write(buffers, _finish(_reduce(total), self._of_channels()))
 
     def _buffers(self) -> list[torch.Tensor]:
         """Every layer's running mean, then every layer's running variance."""
         found = [layer._buffers for layer in self._layers]
         return [b["running_mean"] for b in found] + [b["running_var"] for b in found]  # type: ignore[return-value]
 
-    def _of_channels(self, device: torch.device) -> torch.Tensor:
+    def _of_channels(self) -> torch.Tensor:
         """The layer that each channel belongs to."""
         layers = torch.arange(len(self._sizes))
-        return torch.repeat_interleave(layers, torch.tensor(self._sizes), output_size=sum(self._sizes)).to(device)
+        return torch.repeat_interleave(layers, torch.tensor(self._sizes), output_size=sum(self._sizes))
 
     def _moments(self, both: torch.Tensor) -> torch.Tensor:
         """n E[x] and n E[x^2] of each channel, then n of each layer: one vector, which ranks can add."""
         mean, var = both.chunk(2)
-        counts = torch.tensor(self._values, dtype=torch.float64).to(both.device)
-        n = counts[self._of_channels(both.device)]
+        counts = torch.tensor(self._values, dtype=torch.float64)
+        n = counts[self._of_channels()]
         moments = both.new_empty(len(both) + len(counts))
         # In place: fresh memory costs more than these products.
         first, second, last = moments.split([len(mean), len(mean), len(counts)])

@@ -72,7 +72,8 @@ class Mesh:
         return sums, flags > 0
 
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum ranks' losses in place (all axes but tp, whose ranks hold the same loss)."""
+        """Sum ranks' losses, fp64 on the host, in place (all axes but tp, whose ranks hold the same loss)."""
+        assert value.device.type == "cpu", value.device  # HCCL sums no fp64
         if self.tp_rank:
             value.zero_()
         self._all_reduce(value)

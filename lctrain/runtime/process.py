@@ -95,7 +95,8 @@ def start_groups(ranks: Ranks, store: Store, device: Accelerator, timeout_s: int
     """Create the default process group: gloo for host tensors and the device's own backend."""
     import torch.distributed as dist
 
-    options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device.torch_device}
+    # A group that is bound to a device gets subgroups by splitting, which HCCL cannot do.
+    options: dict[str, Any] = {"device_id": device.torch_device} if device.type == "cuda" else {}
     dist.init_process_group(
         device.backend,
         store=dist.PrefixStore("groups", store),

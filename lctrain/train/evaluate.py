@@ -10,6 +10,7 @@ import torch
 from lctrain.engines.base import Engine
 from lctrain.objectives.base import Objective
 from lctrain.runtime.mesh import Mesh
+from lctrain.train.step import host_sum
 
 
 def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
@@ -17,7 +18,7 @@ def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh:
 
     Every data rank must bring equally many batches (empty ones where the data run out), and at least one.
     """
-    totals: torch.Tensor | None = None
+    sums: list[torch.Tensor] = []
     count = units = 0.0
     training = engine.module.training
     engine.module.eval()
@@ -26,10 +27,9 @@ def evaluate(engine: Engine, objective: Objective, batches: Iterable[Any], mesh:
         for batch in batches:
             work = objective.work(batch)
             count, units = count + work.count, units + work.units
-            sums = objective.eval_sums(engine.module, objective.shard(batch))
-            totals = sums if totals is None else totals + sums
+            sums.append(objective.eval_sums(engine.module, objective.shard(batch)))
     engine.module.train(training)
-    assert totals is not None, "no batches to evaluate"
+    assert sums, "no batches to evaluate"
     (count, units), _ = mesh.sum_over_data([count, units])
-    metrics = objective.eval_metrics(mesh.sum_losses(totals).tolist(), count)
+    metrics = objective.eval_metrics(mesh.sum_losses(host_sum(sums)).tolist(), count)
     return metrics | {f"eval_{objective.unit}": units}

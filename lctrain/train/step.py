@@ -21,16 +21,22 @@ class StepLoss:
     own: float
 
 
+def host_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of equally shaped fp32 device tensors, in fp64 on the host: one transfer, which waits for all of them."""
+    return torch.stack(list(parts)).cpu().double().sum(0)
+
+
 def forward_backward(engine: Engine, objective: Objective, mesh: Mesh, micro: Sequence[Any], count: float) -> StepLoss:
     """Accumulate the gradients of (sum of losses over the global batch) / count; returns that mean loss.
 
     micro: this data rank's micro-batches. count: over the whole global batch. A collective over all ranks.
     """
-    total = torch.zeros((), device=mesh.device.torch_device, dtype=torch.float64)
+    losses: list[torch.Tensor] = []
     for i, batch in enumerate(micro):
         with engine.microstep(last=i == len(micro) - 1):
             loss_sum = objective.loss_sum(engine.model, objective.shard(batch))
             engine.backward(loss_sum / count)
-        total += loss_sum.detach()
+        losses.append(loss_sum.detach())
+    total = host_sum(losses)
     own = float(total) * mesh.sizes.world / mesh.sizes.tp
     return StepLoss(mean=float(mesh.sum_losses(total)) / count, own=own / count)
