@@ -114,7 +114,9 @@ def test_ones_own_file_of_a_known_name_wins(tmp_path: Path) -> None:
 
 def test_a_file_is_refused_for_what_it_should_not_have_and_for_what_it_lacks(tmp_path: Path) -> None:
     folder = own(tmp_path, OWN + "colour: green\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml: colour is not a field of a device; its fields are .*latency_us"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml: colour is not a field of a device; its fields are .*latency_us"
+    ):
         load_hardware("mine", config_dir=folder)
     folder = own(tmp_path, OWN.replace("link_gb_s: 32\n", ""))
     with pytest.raises(ConfigError, match=r"mine\.yaml: .*link_gb_s"):
