@@ -28,8 +28,6 @@ _DEEPSPEED = {
     "averaged_gradients": "gradients",
     "fp32_groups_gradients_flat": "gradients",
     "fp32_groups_gradient_flat_partition": "gradients",
-    "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer": "communication",
-    "ipg_buffer": "communication",
 }
 
 
@@ -45,6 +43,9 @@ def mark_state(engine: Any, config: TrainConfig, trace: Trace) -> None:
         for name, category in _DEEPSPEED.items():
             for tensor in _tensors(getattr(engine.model.optimizer, name, None)):
                 trace.mark(tensor, category)
+        for bucket in getattr(engine.model.optimizer, "ipg_buckets", {}).values():
+            for tensor in _tensors(bucket.buffer):
+                trace.mark(tensor, "communication")
     for tensor in _tensors(engine.optimizer.state):
         trace.mark(tensor, "optimizer_state")
     for companion in getattr(engine, "companions", {}).values():
@@ -56,9 +57,8 @@ def mark_gradients(engine: Any, trace: Trace) -> None:
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
             trace.mark(parameter.grad, "gradients")
-    for name in ("averaged_gradients", "ipg_buffer"):
-        for tensor in _tensors(getattr(getattr(engine.model, "optimizer", None), name, None)):
-            trace.mark(tensor, _DEEPSPEED[name])
+    for tensor in _tensors(getattr(getattr(engine.model, "optimizer", None), "averaged_gradients", None)):
+        trace.mark(tensor, "gradients")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

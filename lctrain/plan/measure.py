@@ -22,6 +22,7 @@ from lctrain.train.session import Session
 
 MEASURED = "measured.json"
 _TIMED_STEPS = 2
+_MEASURED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ def measure(session: Session) -> Measured:
     with meter.watching():
         job, _ = build(session, mesh, kernel=None, real=True)
         batch = make_batch(session.config)
-        for mark in (meter.settle, meter.restart, mesh.device.synchronize):
+        for mark in (meter.settle, *[meter.restart] * (_MEASURED_STEPS + 1)):
             run_step(job, batch, traced, lambda phase: None)
+            mesh.device.synchronize()
             mark()
     times = []
     for _ in range(_TIMED_STEPS):
@@ -70,20 +72,25 @@ class _Meter:
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self.peak_bytes = 0
+        self._peaks: list[int] = []
+        self._restarted = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The least of the steps' peaks: what is not heard of being freed only ever adds to one."""
+        return min(self._peaks)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around everything that holds tensors."""
         if self._device.type != "cpu":
             yield
-            self.peak_bytes = self._device.peak_memory_bytes()
             return
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             yield
-        self.peak_bytes = _cpu_peak(profiler)
+        self._peaks = _cpu_peaks(profiler)
 
     def settle(self) -> None:
         """What is held from step to step exists from here on."""
@@ -92,8 +99,11 @@ class _Meter:
                 pass
 
     def restart(self) -> None:
-        """The peak counts from here."""
+        """A step's peak counts from one of these to the next."""
         if self._device.type != "cpu":
+            if self._restarted:
+                self._peaks.append(self._device.peak_memory_bytes())
+            self._restarted = True
             self._device.reset_peak_memory()
             return
         with torch.profiler.record_function(_RESTART):
@@ -103,8 +113,8 @@ class _Meter:
 _SETTLED, _RESTART = "lctrain_plan_settled", "lctrain_plan_restart"
 
 
-def _cpu_peak(profiler: torch.profiler.profile) -> int:
-    """Most bytes held after the restart, all allocations since the profiler started added up.
+def _cpu_peaks(profiler: torch.profiler.profile) -> list[int]:
+    """Most bytes held between one restart and the next, all allocations since the profiler started added up.
 
     Copies that gloo makes of messages are left out: it frees them whenever its threads get to it, and on a device the
     communication library keeps its own.
@@ -114,10 +124,11 @@ def _cpu_peak(profiler: torch.profiler.profile) -> int:
     events = sorted(_walk(results.experimental_event_tree(), theirs=False), key=lambda e: e[0].start_time_ns)
     main = next(event for event, _ in events if event.name == _RESTART)
     blocks = LiveBlocks()
-    peak = 0
+    peaks: list[int] = []
     for event, theirs in events:
         if event.name in (_SETTLED, _RESTART):
             blocks.new_step()
+            peaks += [0] if event.name == _RESTART else []
         if event.typed[0] != _EventType.Allocation:
             continue
         address, size = event.typed[1].ptr, event.typed[1].alloc_size
@@ -125,9 +136,9 @@ def _cpu_peak(profiler: torch.profiler.profile) -> int:
             blocks.free(address)
         else:
             blocks.allocate(address, size, counted=not theirs and event.start_tid == main.start_tid)
-            if event.start_time_ns >= main.start_time_ns:
-                peak = max(peak, blocks.held)
-    return peak
+            if peaks:
+                peaks[-1] = max(peaks[-1], blocks.held)
+    return peaks[:-1]  # what follows the last restart is no step
 
 
 class LiveBlocks:

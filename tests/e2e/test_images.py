@@ -110,7 +110,7 @@ def test_mlflow_has_what_the_run_measured(folder: Path, straight: Path, continue
     assert history("straight", "loss") == pytest.approx(column(straight, "loss"), rel=1e-12)
     assert history("straight", "top1")[-1] == summary(straight)["metrics"]["top1"]
     assert len(history("straight", "eval_loss")) == 2
-    assert runs["straight"].data.params["optim.form"] == "paper"
+    assert runs["straight"].data.params["optim.form"] == "nesterov"
     own = [history(f"continued-rank-{rank}", "loss") for rank in (0, 1)]
     assert own[0] != own[1]
     means = [sum(pair) / 2 for pair in zip(*own, strict=True)]
@@ -218,8 +218,8 @@ def test_verify_and_wrong_exports(
     ("changes", "said"),
     [
         (
-            ["optim.form=nesterov"],
-            ["optim.form=nesterov but", "trained with optim.form=paper", "export the checkpoint"],
+            ["optim.form=paper"],
+            ["optim.form=paper but", "trained with optim.form=nesterov", "export the checkpoint"],
         ),
         (["model.width=8"], ["another model", "width: 4 there, 8 here"]),
         (["train.global_batch_size=16"], ["train.global_batch_size=16 but", "set train.global_batch_size=8"]),

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.support.command import LIMIT_S, end, environment, lctrain
 
 TINY = ["recipe=llama_tiny_32k", "data.max_length=256"]
 SEVEN_B = ["recipe=llama7b_32k", "plan.device=ascend910b3", "plan.world_size=8"]
-WALL_S = 60.0
+CORE_S = 60.0
 MEMORY_GIB = 4.0
 OWN = """
 title: My card
@@ -87,10 +86,9 @@ def refused(plan: Plan, here: Path, *words: str) -> str:
 
 
 class Measured:
-    """A command run to its end. seconds: from start to end. memory_gib: the most that it and its children held."""
+    """A command run to its end. seconds: of a core, so that a busy machine says nothing. memory_gib: the most held."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
-        began = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-c", _WITH_RUSAGE, "plan", *words],
             cwd=cwd,
@@ -103,17 +101,19 @@ class Measured:
         stop.start()
         self.out, self.err = process.communicate()
         stop.cancel()
-        self.seconds = time.monotonic() - began
         self.code = process.returncode
         *_, last = self.err.splitlines()
-        self.memory_gib = int(last) / 2**20
+        kibibytes, seconds = last.split()
+        self.memory_gib = int(kibibytes) / 2**20
+        self.seconds = float(seconds)
 
 
 _WITH_RUSAGE = """
 import resource, sys
 from lctrain.cli import main
 code = main(sys.argv[1:])
-print(sum(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)), file=sys.stderr)
+used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(sum(u.ru_maxrss for u in used), sum(u.ru_utime + u.ru_stime for u in used), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -121,7 +121,7 @@ sys.exit(code)
 def test_ddp_of_7b_at_32k_does_not_fit_and_the_command_says_why(tmp_path: Path) -> None:
     done = Measured(*SEVEN_B, "parallel=ddp", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == EXIT_NO, done.out + done.err
-    assert done.seconds < WALL_S
+    assert done.seconds < CORE_S
     assert done.memory_gib < MEMORY_GIB
     record = read(tmp_path / "run")
     assert record["fits"] is False
@@ -141,7 +141,7 @@ def test_ddp_of_7b_at_32k_does_not_fit_and_the_command_says_why(tmp_path: Path) 
 def test_full_sharding_with_ulysses_of_7b_at_32k_fits_in_the_stated_time_and_memory(tmp_path: Path) -> None:
     done = Measured(*SEVEN_B, "parallel=fsdp_sp", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == EXIT_OK, done.out + done.err
-    assert done.seconds < WALL_S
+    assert done.seconds < CORE_S
     assert done.memory_gib < MEMORY_GIB
     record = read(tmp_path / "run")
     assert record["fits"] is True

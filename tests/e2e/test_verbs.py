@@ -114,8 +114,8 @@ def test_a_sweep_returns_the_last_loss_to_its_sweeper(monkeypatch: pytest.Monkey
         run.write_summary({"status": "completed", "last_loss": math.nan if config.seed == 2 else config.optim.lr})
         return 0
 
-    def watched(raw: Any) -> float:
-        returned.append(job(raw))
+    def watched(command: Any, raw: Any) -> float:
+        returned.append(job(command, raw))
         return returned[-1]
 
     monkeypatch.setattr(train, "run_config", play)

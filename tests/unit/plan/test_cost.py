@@ -191,7 +191,7 @@ def test_a_step_is_its_operations() -> None:
     assert (found.exposed_s, found.hidden_s) == pytest.approx((2.0, 0.0))
     assert found.step_s == pytest.approx(9.0)
     assert found.flops == 3e12
-    assert found.messages == [Message("all_to_all", 2, False, 2.0, 4e9, pytest.approx(2.0))]
+    assert found.messages == [Message("all_to_all", 2, False, 2.0, 4e9, 2.0)]
 
 
 @pytest.mark.parametrize(("overlap", "late"), [(1.0, 0.0), (0.5, 2.0), (0.0, 4.0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_ddps_gradients_are_held_once_where_every_backward_sends_them() -> None:
     assert most(simulation)["gradients"] == pytest.approx(4 * WEIGHTS, rel=0.01)
 
 
+def test_deepspeeds_bucket_is_communication() -> None:
+    """A million fp32 numbers that ZeRO-3 holds from its start to its end."""
+    _, simulation = layout("zero3")
+    series = stacked(simulation.events)["communication"]
+    assert min(series[len(series) // 2 :]) >= 4_000_000
+
+
 def test_mixed_precision_keeps_master_weights() -> None:
     plan, simulation = traced("parallel=fsdp", "precision=bf16")
     assert plan.hand.master_weights == 4 * WEIGHTS
@@ -232,18 +240,21 @@ def test_a_derived_plan_is_the_full_trace(words: tuple[str, ...]) -> None:
     derived, (full, _) = quick_plan(config, hardware, 2), make_plan(config, hardware, 2)
     assert derived.how == "derived from traces of 4 and 6 layers"
     assert full.how == "traced"
-    close = {"rel": 1e-6}
-    assert derived.peak.bytes == pytest.approx(full.peak.bytes, **close)
-    assert derived.peak_bytes == pytest.approx(full.peak_bytes, **close)
+
+    def close(value: Any) -> Any:
+        return pytest.approx(value, rel=1e-6)
+
+    assert derived.peak.bytes == close(full.peak.bytes)
+    assert derived.peak_bytes == close(full.peak_bytes)
     for name in CATEGORIES:
         assert derived.peak.by_category[name] == pytest.approx(full.peak.by_category[name], rel=1e-6, abs=1), name
     for name in ("matmul_s", "attention_s", "other_s", "hidden_s", "exposed_s", "step_s", "flops"):
-        assert getattr(derived.time, name) == pytest.approx(getattr(full.time, name), **close), name
+        assert getattr(derived.time, name) == close(getattr(full.time, name)), name
     for one, other in zip(derived.time.messages, full.time.messages, strict=True):
         assert (one.kind, one.ranks, one.hidden) == (other.kind, other.ranks, other.hidden)
-        assert (one.count, one.bytes, one.seconds) == pytest.approx((other.count, other.bytes, other.seconds), **close)
+        assert (one.count, one.bytes, one.seconds) == close((other.count, other.bytes, other.seconds))
     assert (derived.parameters, derived.hand) == (full.parameters, full.hand)
-    assert (derived.flops, derived.units) == pytest.approx((full.flops, full.units), **close)
+    assert (derived.flops, derived.units) == close((full.flops, full.units))
 
 
 def test_a_shallow_model_is_traced() -> None:
@@ -266,7 +277,6 @@ def test_resnet8_plans() -> None:
     assert plan.peak.by_category["activations"] > 5 * held["parameters"]
 
 
-@lru_cache
 def resnet50(precision: str, micro: int, total: int) -> tuple[Plan, Simulation]:
     """ResNet-50 under DDP on two ranks."""
     return image(
@@ -278,20 +288,15 @@ def resnet50(precision: str, micro: int, total: int) -> tuple[Plan, Simulation]:
 
 
 def test_resnet50_plans_in_both_precisions() -> None:
-    (full, of_full), (half, of_half) = resnet50("fp32", 4, 8), resnet50("bf16", 4, 8)
+    """Twice the images in half the bytes."""
+    (full, of_full), (half, of_half) = resnet50("fp32", 4, 8), resnet50("bf16", 8, 16)
     assert of_full.parameters == of_half.parameters == 25_557_032
-    activations = full.peak.by_category["activations"], half.peak.by_category["activations"]
-    assert activations[1] == pytest.approx(activations[0] / 2, rel=0.05)
+    assert half.peak.by_category["activations"] == pytest.approx(full.peak.by_category["activations"], rel=0.05)
     assert full.peak.by_category["master_weights"] == 0
     assert half.peak.by_category["master_weights"] == 4 * 25_557_032
-    # 4.1 billion multiply-adds an image (three passes), of eight images.
+    # 4.1 billion multiply-adds an image, and two such passes more backward.
     assert full.flops == pytest.approx(8 * 3 * 2 * 4.1e9, rel=0.03)
-
-
-def test_resnet50s_activations_grow_with_the_micro_batch() -> None:
-    four, eight = resnet50("bf16", 4, 8)[0], resnet50("bf16", 8, 16)[0]
-    ratio = eight.peak.by_category["activations"] / four.peak.by_category["activations"]
-    assert ratio == pytest.approx(2, rel=0.05)
+    assert half.flops == pytest.approx(2 * full.flops)
 
 
 def test_a_process_with_a_group_of_its_own_is_not_planned_in() -> None:

@@ -121,10 +121,15 @@ def test_it_plans_the_runs_own_config_on_all_its_ranks_out_of_the_launchers_sigh
 def test_ranks_of_a_machine_share_its_memory_where_that_is_the_device(tmp_path: Path) -> None:
     """Four of eight ranks are here: an accelerator is a rank's own, the host's memory is a quarter's."""
     played: list[list[str]] = []
+
+    def popen(words: list[str], **given: Any) -> Played:
+        played.append(words)
+        return Played(words, **given)
+
     for device_type in ("cpu", "cuda"):
         callback = Planned(tmp_path / "config.yaml", mesh=mesh(device_type), ranks_here=4, report=print)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "Popen", lambda words, **given: played.append(words) or Played(words))
+            patch.setattr(subprocess, "Popen", popen)
             callback.start(TrainState(), 10)
     assert [words[-1] for words in played] == [str(16 * GIB), str(64 * GIB)]
 
