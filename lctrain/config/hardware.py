@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ class Hardware:
 
     type: cuda, npu or cpu. memory_gib: installed; usable_gib: what one process can allocate. peak_tflops: dense, by
     dtype; a dtype that is not there cannot be computed in. link_gb_s: GB/s one way to the other devices of a node,
-    network_gb_s to those of other nodes. launch_us: the shortest an
-    operation takes. context_gib: what the driver and kernels take before the first tensor;
-    communicator_mib: buffers of one communicator; rounding: bytes an allocation is rounded up to. refused: why training
-    is not possible, if it is not.
+    network_gb_s to those of other nodes. launch_us: the shortest an operation takes. context_gib: what the driver and
+    kernels take before the first tensor; communicator_mib: buffers of one communicator; rounding: bytes an allocation
+    is rounded up to; softmax_statistics: fp32 numbers that fused attention keeps a query and head. refused: why
+    training is not possible, if it is not.
     """
 
     name: str
@@ -52,7 +53,8 @@ class Hardware:
         return int(self.usable_gib * GIB)
 
     def with_overrides(self, plan: PlanConfig, dtype: str) -> Hardware:
-        """The device with what the command line says of it."""
+        """The device with what the command line says of it. Raises ConfigError when it cannot train in `dtype`."""
+        check_trains(self, dtype)
         names = ("usable_gib", "bandwidth_tb_s", "link_gb_s", "latency_us")
         given = {name: value for name in names if (value := getattr(plan, name)) is not None}
         peaks = self.peak_tflops | ({dtype: plan.peak_tflops} if plan.peak_tflops else {})
@@ -83,6 +85,28 @@ def load_hardware(name: str, *, config_dir: str | None = None) -> Hardware:
         return Hardware(name=name, **raw)
     except TypeError as error:
         raise ConfigError(f"{path}: {error}; give every field another device has") from error
+
+
+@lru_cache
+def hardware_called(device_name: str) -> Hardware | None:
+    """The device that the vendor calls so; None when there is no file for it."""
+    return next((load_hardware(file) for part, file in _CALLED.items() if part in device_name), None)
+
+
+# A part of the vendor's name of a device, and its file.
+_CALLED = {
+    "H200": "h200",
+    "H100": "h100",
+    "H800": "h100",
+    "A100": "a100",
+    "A800": "a100",
+    "V100": "v100",
+    "Ascend910B1": "ascend910b1",
+    "Ascend910B2": "ascend910b2",
+    "Ascend910B3": "ascend910b3",
+    "Ascend910_93": "ascend910c",
+    "Ascend910A": "ascend910a",
+}
 
 
 def check_trains(hardware: Hardware, dtype: str) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 
 from lctrain.config.plain import load
@@ -20,7 +19,6 @@ from lctrain.errors import EXIT_OK, LctrainError
 def main() -> int:
     """Print {line, tensor_bytes, reserve_bytes}, or {line} that says why there is no plan."""
     path, ranks, device_type, name, memory = sys.argv[1:]
-    warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):
         os.nice(10)  # the job comes first
     try:
@@ -33,22 +31,16 @@ def main() -> int:
 
 
 def _plan(path: Path, ranks: int, device_type: str, name: str, memory: int) -> dict[str, object]:
-    from dataclasses import replace
-
-    from lctrain.config.hardware import check_trains, load_hardware
     from lctrain.plan.derived import quick_plan
-    from lctrain.plan.detect import cpu_of, named
+    from lctrain.plan.detect import cpu_of, named, wanted
     from lctrain.plan.report import one_line
 
     config = load(path)
-    config = replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
     if config.plan.device is not None:
-        hardware = load_hardware(config.plan.device)
+        hardware = wanted(config)
     else:
-        hardware = cpu_of(memory) if device_type == "cpu" else named(name, memory)
-    dtype = config.precision.kind
-    hardware = hardware.with_overrides(config.plan, dtype)
-    check_trains(hardware, dtype)
+        found = cpu_of(memory) if device_type == "cpu" else named(name, memory)
+        hardware = found.with_overrides(config.plan, config.precision.kind)
     plan = quick_plan(config, hardware, ranks)
     return {
         "line": one_line(plan),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ def calibrate(
     config: TrainConfig, hardware: Hardware, ranks: int, run_dir: Path, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run steps on real ranks, plan the same, and say both. Raises DeviceError when the steps fail."""
-    unread = without_data(config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    code = start("measure", resolve(replace(unread, launch=replace(unread.launch, default_ranks=ranks))), run_dir)
+    code = start("measure", resolve(without_data(config, ranks)), run_dir)
     if code != EXIT_OK:
         raise DeviceError(f"the measured steps ended with exit code {code}; what failed is above")
     measured = json.loads((run_dir / MEASURED).read_text(encoding="utf-8"))
@@ -36,6 +34,6 @@ def calibrate(
     peak = hardware.peak_tflops[config.precision.kind] * plan.time.step_s / seconds
     report(
         f"plan.peak_tflops={peak:.3g} plan.bandwidth_tb_s={hardware.bandwidth_tb_s * plan.time.step_s / seconds:.3g} "
-        "would make the predicted step the measured one"
+        "would bring the predicted step near the measured one"
     )
     return plan.as_record() | {"measured": measured}

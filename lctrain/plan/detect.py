@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lctrain.config.hardware import GIB, Hardware, load_hardware
+from lctrain.config.hardware import GIB, Hardware, hardware_called, load_hardware
 from lctrain.config.resolve import wanted_ranks
 from lctrain.config.root import TrainConfig
 from lctrain.errors import ConfigError
 from lctrain.runtime.device import choose, host_memory_bytes
 
-# A part of the vendor's name of a device, and its file.
-_FILES = {
-    "H200": "h200",
-    "H100": "h100",
-    "H800": "h100",
-    "A100": "a100",
-    "A800": "a100",
-    "V100": "v100",
-    "Ascend910B1": "ascend910b1",
-    "Ascend910B2": "ascend910b2",
-    "Ascend910B3": "ascend910b3",
-    "Ascend910_93": "ascend910c",
-    "Ascend910A": "ascend910a",
-}
+
+def wanted(config: TrainConfig, *, config_dir: str | None = None) -> Hardware:
+    """The device a plan is for, with what the command line says of it. Raises ConfigError."""
+    name = config.plan.device
+    hardware = at_hand(config) if name is None else load_hardware(name, config_dir=config_dir)
+    return hardware.with_overrides(config.plan, config.precision.kind)
 
 
 def at_hand(config: TrainConfig) -> Hardware:
@@ -42,11 +34,11 @@ def cpu_of(memory_bytes: int) -> Hardware:
 
 def named(name: str, memory_bytes: int) -> Hardware:
     """The accelerator that calls itself `name`. Raises ConfigError when there is no file for it."""
-    file = next((file for part, file in _FILES.items() if part in name), None)
-    if file is None:
+    known = hardware_called(name)
+    if known is None:
         raise ConfigError(
             f"plan.device is not given and there is no conf/hardware file for {name}; give the nearest as "
             "plan.device, or a file of your own in DIR/hardware with --config-dir DIR"
         )
-    total, known = memory_bytes / GIB, load_hardware(file)
+    total = memory_bytes / GIB
     return replace(known, memory_gib=round(total, 1), usable_gib=min(known.usable_gib, total))

@@ -19,6 +19,7 @@ from lctrain.config.parallel import ParallelConfig, ZeroConfig
 
 @contextmanager
 def fake_groups(ranks: int) -> Iterator[None]:
+    """Process groups of so many ranks that send nothing; this is the first."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # DeepSpeed asks the environment who it is.

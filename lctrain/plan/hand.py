@@ -29,7 +29,10 @@ class Hand:
 
 
 def by_hand(config: TrainConfig, sizes: Sizes, *, parameters: int, trained: int) -> Hand:
-    """Mixed precision: 2 bytes of weights, 2 of gradients, 4 of master weights; fp32: 4 and 4; Adam 8, momentum 4."""
+    """Mixed precision: 2 bytes of weights, 2 of gradients, 4 of master weights; fp32: 4 and 4; Adam 8, momentum 4.
+
+    DeepSpeed keeps master weights beside fp32 ones too. What an engine really keeps is in the trace.
+    """
     width = 4 if isinstance(config.precision, Fp32Config) else 2
     optimizer = 8 if isinstance(config.optim, AdamWConfig) else 4
     if isinstance(config.optim, SgdConfig) and config.optim.momentum == 0:
@@ -37,7 +40,7 @@ def by_hand(config: TrainConfig, sizes: Sizes, *, parameters: int, trained: int)
     totals = {
         "weights": width * parameters,
         "gradients": width * trained,
-        "master_weights": 0 if width == 4 else 4 * trained,
+        "master_weights": 4 * trained if width == 2 or isinstance(config.parallel, ZeroConfig) else 0,
         "optimizer_state": optimizer * trained,
     }
     shards = _shards(config, sizes)

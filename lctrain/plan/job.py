@@ -6,7 +6,9 @@ The same code runs on fake tensors for a plan (plan/simulate.py) and on real one
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from torch import nn
 from lctrain.config.images import ImagesConfig
 from lctrain.config.model import CausalLMConfig, ModelInit
 from lctrain.config.root import TrainConfig
+from lctrain.engines.base import Engine
 from lctrain.ops.attention.documents import Documents
 from lctrain.ops.attention.interface import Kernel
 from lctrain.ops.image_batch import ImageBatch
 from lctrain.ops.text_batch import TextBatch
 from lctrain.runtime.mesh import Mesh
 from lctrain.train.session import Session
+from lctrain.train.step import forward_backward
 
 ASSUMED_CLASSES = 1000
 
@@ -33,9 +37,10 @@ class _Images:
         self.classes, self.channels = [""] * classes, channels
 
 
-def without_data(config: TrainConfig) -> TrainConfig:
-    """The job without what a plan does not read: data, tokenizer and weights."""
+def without_data(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The job on so many ranks of one node, without what a plan does not read: data, tokenizer and weights."""
     config = copy.deepcopy(config)
+    config.launch = replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1)
     if isinstance(config.model, CausalLMConfig):
         config.model.init = ModelInit.random
         config.documents.path = config.documents.path or "unread"
@@ -76,22 +81,39 @@ def make_batch(config: TrainConfig) -> Any:
     return TextBatch(ids, positions, labels, Documents.from_lengths([length] * rows), rows * length, rows * length)
 
 
+class _Phases:
+    """An engine that says what comes next: `enter` is told each phase, `accumulated` called after a backward pass."""
+
+    def __init__(self, engine: Engine, enter: Callable[[str], None], accumulated: Callable[[], None]) -> None:
+        self._engine, self._enter, self._accumulated = engine, enter, accumulated
+        self._micro_steps = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine.model
+
+    @contextmanager
+    def microstep(self, *, last: bool) -> Iterator[None]:
+        self._micro_steps += 1
+        with self._engine.microstep(last=last):
+            self._enter(f"forward {self._micro_steps}")
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._enter(f"backward {self._micro_steps}")
+        self._engine.backward(loss)
+        self._accumulated()
+
+
 def run_step(
     job: Any, batch: Any, micro_steps: int, enter: Callable[[str], None], accumulated: Callable[[], None] = lambda: None
 ) -> None:
-    """A step as the trainer runs it (train/step.py), without the values it would read.
+    """A step of the trainer, with one batch as every micro-batch.
 
     enter: told what comes next. accumulated: called after each backward pass.
     """
-    engine, objective = job.engine, job.objective
-    for index in range(micro_steps):
-        with engine.microstep(last=index == micro_steps - 1):
-            enter(f"forward {index + 1}")
-            loss = objective.loss_sum(engine.model, objective.shard(batch))
-            enter(f"backward {index + 1}")
-            engine.backward(loss / 1.0)
-            del loss
-        accumulated()
+    phases: Any = _Phases(job.engine, enter, accumulated)
+    forward_backward(phases, job.objective, job.mesh, [batch] * micro_steps, 1.0)
     enter("optimizer")
-    engine.step(0.0)
+    job.engine.step(0.0)
     job.step_done(1)

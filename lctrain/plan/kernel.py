@@ -5,6 +5,8 @@ Legend: T flattened tokens, H query heads, K key/value heads, D head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lctrain.ops.attention.documents import Documents
@@ -34,10 +36,7 @@ class PlannedKernel:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         documents: Documents,
-        *,
-        scale: float,
-        causal: bool = True,
-        kv_documents: Documents | None = None,
+        **how: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shapes only."""
         heads, rows = q_THD.shape[1], q_THD.shape[0]
@@ -53,10 +52,7 @@ class PlannedKernel:
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor,
         documents: Documents,
-        *,
-        scale: float,
-        causal: bool = True,
-        kv_documents: Documents | None = None,
+        **how: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Shapes only; fused backward kernels accumulate dq in fp32 while they run."""
         fp32 = torch.empty_like(q_THD, dtype=torch.float32) if q_THD.itemsize == 2 else None
@@ -77,21 +73,11 @@ class CountedKernel:
         return self._kernel.available(device_type, dtype)
 
     def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-        causal: bool = True,
-        kv_documents: Documents | None = None,
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, documents: Documents, **how: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See Kernel.forward."""
-        with self._trace.counted_as(self._cost(4, q_THD, k_TKD, documents, kv_documents, causal=causal)):
-            return self._kernel.forward(
-                q_THD, k_TKD, v_TKD, documents, scale=scale, causal=causal, kv_documents=kv_documents
-            )
+        with self._trace.counted_as(self._cost(4, q_THD, k_TKD, documents, **how)):
+            return self._kernel.forward(q_THD, k_TKD, v_TKD, documents, **how)
 
     def backward(
         self,
@@ -102,17 +88,11 @@ class CountedKernel:
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor,
         documents: Documents,
-        *,
-        scale: float,
-        causal: bool = True,
-        kv_documents: Documents | None = None,
+        **how: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Kernel.backward."""
-        with self._trace.counted_as(self._cost(10, q_THD, k_TKD, documents, kv_documents, causal=causal)):
-            return self._kernel.backward(
-                grad_out_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, documents,
-                scale=scale, causal=causal, kv_documents=kv_documents,
-            )  # fmt: skip
+        with self._trace.counted_as(self._cost(10, q_THD, k_TKD, documents, **how)):
+            return self._kernel.backward(grad_out_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, documents, **how)
 
     def _cost(
         self,
@@ -120,9 +100,10 @@ class CountedKernel:
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         documents: Documents,
-        kv_documents: Documents | None,
         *,
-        causal: bool,
+        scale: float,
+        causal: bool = True,
+        kv_documents: Documents | None = None,
     ) -> Operation:
         """factor: operations a pair, head and dimension: 2 matmuls forward, 5 backward (Dao, arXiv:2307.08691)."""
         if causal:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,15 +14,16 @@ from lctrain.config.hardware import Hardware
 from lctrain.config.memory import Recompute
 from lctrain.config.model import CausalLMConfig
 from lctrain.config.parallel import ParallelConfig
+from lctrain.config.precision import Fp32Config
 from lctrain.config.registry import classes
 from lctrain.config.resolve import resolve
 from lctrain.config.root import TrainConfig
 from lctrain.errors import ConfigError, LctrainError
-from lctrain.plan.hand import by_hand
 from lctrain.plan.job import without_data
 from lctrain.plan.plan import Plan
+from lctrain.train.memory_check import ModelCounts, state_bytes
 
-LEANEST_FIRST = (Recompute.full, Recompute.selective, Recompute.none)
+LEANEST_FIRST = (Recompute.offload, Recompute.full, Recompute.selective, Recompute.none)
 """When one does not fit, those after it do not either."""
 
 
@@ -43,14 +42,6 @@ class Outcome:
     words: tuple[str, ...]
     plan: Plan | None = None
     reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Size:
-    """Numbers of the whole model."""
-
-    parameters: int
-    trained: int
 
 
 def candidates(names: Any, ranks: int, *, language: bool) -> list[Candidate]:
@@ -88,8 +79,8 @@ def compare(config: TrainConfig, hardware: Hardware, ranks: int, report: Callabl
     """
     language = isinstance(config.model, CausalLMConfig)
     found = candidates(config.plan.layouts, ranks, language=language)
-    size = model_size(config)
-    tasks = [(config, hardware, ranks, candidate, size) for candidate in found]
+    counts = model_counts(config)
+    tasks = [(config, hardware, ranks, candidate, counts) for candidate in found]
     outcomes: list[list[Outcome]] = []
     with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1, 4), mp_context=get_context("spawn")) as pool:
         for group in pool.map(_variants, tasks):
@@ -105,36 +96,29 @@ def _rank(outcome: Outcome) -> tuple[int, float]:
     return (0, plan.time.step_s / plan.units) if plan.fits else (1, float(plan.peak_bytes))
 
 
-def _variants(task: tuple[TrainConfig, Hardware, int, Candidate, Size]) -> list[Outcome]:
-    _hush()
-    config, hardware, ranks, candidate, size = task
+def _variants(task: tuple[TrainConfig, Hardware, int, Candidate, ModelCounts | None]) -> list[Outcome]:
+    config, hardware, ranks, candidate, counts = task
     config = replace(config, parallel=candidate.parallel)
     words = candidate.words
     try:
-        refused = refused_by_hand(config, hardware, ranks, size)
+        refused = refused_by_hand(config, hardware, ranks, counts)
     except LctrainError as error:
         return [Outcome(words, reason=str(error))]
     if refused is not None:
         return [Outcome(words, reason=refused)]
     if not isinstance(config.model, CausalLMConfig):
-        return [planned(config, hardware, ranks, words)]
+        return [attempt(config, hardware, ranks, words)]
     outcomes: list[Outcome] = []
     for recompute in LEANEST_FIRST:
         this = replace(config, memory=replace(config.memory, recompute=recompute))
-        outcome = planned(this, hardware, ranks, (*words, f"memory={recompute.name}"))
+        outcome = attempt(this, hardware, ranks, (*words, f"memory={recompute.name}"))
         outcomes.append(outcome)
-        if outcome.plan is None or not outcome.plan.fits:
+        if outcome.plan is not None and not outcome.plan.fits:
             break
     return outcomes
 
 
-def _hush() -> None:
-    """Libraries' remarks on jobs that do not run: this process makes plans and nothing else."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-
-
-def planned(config: TrainConfig, hardware: Hardware, ranks: int, words: Sequence[str]) -> Outcome:
+def attempt(config: TrainConfig, hardware: Hardware, ranks: int, words: Sequence[str]) -> Outcome:
     """A quick plan, or why there is none."""
     from lctrain.plan.derived import quick_plan
 
@@ -144,37 +128,31 @@ def planned(config: TrainConfig, hardware: Hardware, ranks: int, words: Sequence
         return Outcome(tuple(words), reason=str(error))
 
 
-def refused_by_hand(config: TrainConfig, hardware: Hardware, ranks: int, size: Size) -> str | None:
-    """Why the state alone does not fit, if it does not. Raises ConfigError when the layout cannot be."""
-    resolved = resolve(_started_with(without_data(config), ranks), world_size=ranks)
-    if _offloads(config.parallel):
+def refused_by_hand(config: TrainConfig, hardware: Hardware, ranks: int, counts: ModelCounts | None) -> str | None:
+    """Why the state alone does not fit, if it does not. Raises ConfigError when the layout cannot be.
+
+    counts: None for an image model, whose state comes nowhere near a device's memory.
+    """
+    resolved = resolve(without_data(config, ranks), world_size=ranks)
+    if counts is None:
         return None
-    hand = by_hand(config, resolved.sizes, parameters=size.parameters, trained=size.trained)
-    if hand.per_rank <= hardware.usable_bytes:
+    compute_bytes = 4 if isinstance(config.precision, Fp32Config) else 2
+    state = state_bytes(resolved, counts, compute_bytes).device
+    if state <= hardware.usable_bytes:
         return None
     return (
-        f"{hand.per_rank / 1e9:.1f} GB of weights, gradients and optimizer state a rank, and "
+        f"{state / 1e9:.1f} GB of weights, gradients and optimizer state a rank, and "
         f"{hardware.usable_bytes / 1e9:.1f} GB are usable"
     )
 
 
-def _started_with(config: TrainConfig, ranks: int) -> TrainConfig:
-    return replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
-
-
-def _offloads(parallel: ParallelConfig) -> bool:
-    return isinstance(parallel, layouts.Zero3OffloadConfig) or bool(getattr(parallel, "offload_params", False))
-
-
-def model_size(config: TrainConfig) -> Size:
-    """Count the model on meta. Raises ConfigError, ModelError."""
+def model_counts(config: TrainConfig) -> ModelCounts | None:
+    """Count a language model on meta. Raises ConfigError, ModelError."""
     if not isinstance(config.model, CausalLMConfig):
-        return Size(0, 0)  # no image model's state comes near a device's memory
+        return None
     from lctrain.models.build import build_model
     from lctrain.models.check import read_config
+    from lctrain.train.language_input import counts_of
 
-    model = build_model(
-        config.language_model, read_config(config.language_model, max_length=config.documents.max_length)
-    )
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+    hf_config = read_config(config.language_model, max_length=config.documents.max_length)
+    return counts_of(build_model(config.language_model, hf_config))

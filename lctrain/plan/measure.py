@@ -44,7 +44,7 @@ def rank_main(session: Session) -> int:
 
 def measure(session: Session) -> Measured:
     """Run steps on data of the right shape. A collective over all ranks."""
-    session.config = without_data(session.config)
+    session.config = without_data(session.config, session.ranks.world_size)
     session.log = lambda line: None  # type: ignore[assignment]
     mesh = session.connect()
     accumulation = session.resolved.accumulation

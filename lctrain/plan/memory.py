@@ -26,8 +26,7 @@ master_weights: the fp32 ones of mixed precision."""
 
 @dataclass(frozen=True)
 class Peak:
-    """bytes: held on the device at the fullest moment, by category. host_bytes: the most
-    that is in host memory instead.
+    """bytes: held on the device at the fullest moment, by category. host_bytes: the most that is in host memory.
 
     place: where the program was. rounding: bytes that an allocator adds by rounding each block up.
     """

@@ -18,7 +18,7 @@ from lctrain.config.root import TrainConfig
 from lctrain.errors import ConfigError, LctrainError
 from lctrain.plan.derived import quick_plan
 from lctrain.plan.job import without_data
-from lctrain.plan.layouts import Outcome, model_size, planned, refused_by_hand
+from lctrain.plan.layouts import Outcome, attempt, model_counts, refused_by_hand
 from lctrain.plan.plan import Plan
 
 STEP_TOKENS = 1024
@@ -32,7 +32,7 @@ def longest(config: TrainConfig, hardware: Hardware, ranks: int, report: Callabl
     """
     if not isinstance(config.model, CausalLMConfig):
         raise ConfigError(f"plan.max_length=auto is for sequences and model={config.model.kind} has none; leave it out")
-    multiple = resolve(without_data(config), world_size=ranks).sizes.length_multiple
+    multiple = resolve(without_data(config, ranks), world_size=ranks).sizes.length_multiple
     step = STEP_TOKENS * max(1, multiple // STEP_TOKENS) if STEP_TOKENS % multiple == 0 else STEP_TOKENS * multiple
     best: tuple[int, Plan] | None = None
     low, high = 0, _MOST // step
@@ -54,7 +54,10 @@ def longest(config: TrainConfig, hardware: Hardware, ranks: int, report: Callabl
 
 
 def _next(low: int, high: int, plan: Plan, trial: int) -> int:
-    """A line through what a step holds without a sequence and what it held now; bisection keeps it honest."""
+    """Where a line through what a step holds without a sequence and what it held now meets what is usable.
+
+    A step beyond what is known to fit when the line says no more, which settles it where memory is linear.
+    """
     fixed = sum(plan.peak.by_category[n] for n in ("parameters", "master_weights", "gradients", "optimizer_state"))
     fixed += sum(plan.reserve.values())
     room, used = plan.hardware.usable_bytes - fixed, plan.peak_bytes - fixed
@@ -87,18 +90,18 @@ def fewest_changes(
     config: TrainConfig, hardware: Hardware, ranks: int, report: Callable[[str], None]
 ) -> Outcome | None:
     """The first fitting set, of one change, then two, then three; the cheaper ones first. None when nothing fits."""
-    size = model_size(config)
+    counts = model_counts(config)
     for chosen in _sets(list(_changes(config, ranks))):
         words = tuple(w for change in chosen for w in change.words)
         changed = config
         try:
             for change in chosen:
                 changed = change.apply(changed)
-            if refused_by_hand(changed, hardware, ranks, size):
+            if refused_by_hand(changed, hardware, ranks, counts):
                 continue
         except LctrainError:
             continue
-        outcome = planned(changed, hardware, ranks, words)
+        outcome = attempt(changed, hardware, ranks, words)
         if outcome.plan is None:
             continue
         report(f"{outcome.plan.peak_bytes / 2**30:7.2f} GiB with {' '.join(words)}")
@@ -125,9 +128,7 @@ def _changes(config: TrainConfig, ranks: int) -> Iterator[Change]:
     if not isinstance(config.model, CausalLMConfig):
         return
     if config.memory.loss_chunk_mb > 64:
-        yield Change(
-            "loss", ("memory.loss_chunk_mb=64",), lambda c: replace(c, memory=replace(c.memory, loss_chunk_mb=64))
-        )
+        yield Change("loss", ("memory.loss_chunk_mb=64",), _memory(loss_chunk_mb=64))
     if ranks > 1:
         for parallel in (layouts.FsdpConfig(), layouts.FsdpSpConfig()):
             if type(config.parallel) is not type(parallel):

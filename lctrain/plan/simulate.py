@@ -5,6 +5,8 @@ Tensors are fake (shapes without values), process groups are torch's `fake` back
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -56,7 +58,6 @@ class Simulation:
     micro_steps: int
     parameters: int
     trained: int
-    layers: int
     unit: str
     units: float
     flops: float
@@ -65,11 +66,12 @@ class Simulation:
 
 def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
     """Trace rank 0 of `ranks`. The process must have no process group. Raises ConfigError, ModelError."""
-    config = without_data(config)
+    config = without_data(config, ranks)
     config.device = Device.cpu
     session = Session(config, Ranks(0, ranks, 0, ranks, "lctrain"), dist.HashStore(), StopFlag())
     session.log = lambda line: None  # type: ignore[assignment]
     with ExitStack() as stack:
+        stack.enter_context(_hushed())
         stack.enter_context(fake_groups(ranks))
         stack.enter_context(planned(hardware.type))
         mesh = Mesh(session.resolved.sizes, session.device)
@@ -101,12 +103,25 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
         micro_steps=micro_steps,
         parameters=sum(size for size, _ in shapes),
         trained=sum(size for size, trains in shapes if trains),
-        layers=len(layers),
         unit=job.objective.unit,
         units=work.units * copies,
         flops=work.flops * copies,
         on_host=_on_host(config, hardware),
     )
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without libraries' remarks on a job that does not run."""
+    logger = logging.getLogger("torch.distributed.tensor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _is_language(config: TrainConfig) -> bool:

@@ -33,7 +33,7 @@ _ANSWERS: dict[Any, Any] = {
 
 @dataclass(eq=False)
 class Block:
-    """One storage. size: bytes now. hint: a category known before the end (plan/categories.py)."""
+    """One storage. size: bytes now. hint: a category known before the end (plan/memory.py)."""
 
     size: int
     phase: str

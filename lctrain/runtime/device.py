@@ -11,28 +11,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lctrain.config.hardware import hardware_called
 from lctrain.config.root import Device
 from lctrain.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
-
-# Dense bf16/fp16 peaks in TFLOP/s by a part of the device's name (vendors' data sheets). An unknown
-# device has no peak, and MFU is then null instead of wrong.
-_PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "V100": 125.0,
-    "Ascend910B1": 364.0,
-    "Ascend910B2": 354.0,
-    "Ascend910B3": 295.0,
-    "Ascend910_93": 376.0,
-    "Ascend910A": 256.0,
-}
-
 
 _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
@@ -83,9 +67,9 @@ class Accelerator:
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense 16-bit peak in FLOP/s; None when the device is not in the table."""
-        name = self.name
-        return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+        """Dense 16-bit peak in FLOP/s (conf/hardware/); None when there is no file for the device."""
+        hardware = hardware_called(self.name)
+        return None if hardware is None else hardware.peak_tflops["fp16"] * 1e12
 
     def activate(self) -> None:
         """Make this the process's current device."""

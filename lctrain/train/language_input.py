@@ -44,15 +44,7 @@ class LanguageInput:
         if model.init is ModelInit.pretrained:
             assert model.path is not None
             check_pretrained(model.path)
-        built = build_meta(session, hf_config)
-        session.check_memory(
-            ModelCounts(
-                parameters=sum(p.numel() for p in built.parameters()),
-                trained=sum(p.numel() for p in built.parameters() if p.requires_grad),
-                layers=len(decoder_layers(built)),
-                width=built.model.config.get_text_config().hidden_size,
-            )
-        )
+        session.check_memory(counts_of(build_meta(session, hf_config)))
 
     def prepare(self, split: str) -> PreparedData | None:
         """Tokenise."""
@@ -93,6 +85,16 @@ class LanguageInput:
 def read_model(session: Session) -> Any:
     """The transformers config the job builds, checked. Raises ConfigError or ModelError."""
     return read_config(session.config.language_model, max_length=session.config.documents.max_length)
+
+
+def counts_of(model: CausalLM) -> ModelCounts:
+    """What memory arithmetic asks of a whole model."""
+    return ModelCounts(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        layers=len(decoder_layers(model)),
+        width=model.model.config.get_text_config().hidden_size,
+    )
 
 
 def build_meta(session: Session, hf_config: Any) -> CausalLM:

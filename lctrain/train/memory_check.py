@@ -51,7 +51,8 @@ def state_bytes(resolved: Resolved, counts: ModelCounts, compute_bytes: int) -> 
             gradients += _FP32 * trained  # DeepSpeed's bf16 optimizer adds micro-steps up in fp32, unsharded
         optimizer = (_FP32 + _ADAM) * trained / sizes.world
         offload = parallel if isinstance(parallel, Zero3OffloadConfig) else None
-        host += optimizer if offload and offload.offload_optimizer else 0.0
+        # The update runs where its state is, and DeepSpeed keeps the shards of gradients beside it.
+        host += optimizer + gradients if offload and offload.offload_optimizer else 0.0
         host += weights if offload and offload.offload_param else 0.0
         device = weights + gradients + optimizer - host
     else:

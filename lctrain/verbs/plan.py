@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lctrain.config.compose import compose_config
-from lctrain.config.hardware import Hardware, check_trains, load_hardware
+from lctrain.config.hardware import Hardware
 from lctrain.config.parallel import SingleConfig
-from lctrain.config.plan import PlanConfig
 from lctrain.config.resolve import wanted_ranks
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
@@ -38,17 +37,19 @@ def run(command: Any) -> int:
 
 def plan_config(config: TrainConfig, *, config_dir: str | None = None) -> int:
     """Plan a typed config. Raises ConfigError, ModelError."""
-    hardware = hardware_of(config, config_dir=config_dir)
+    from lctrain.plan.detect import wanted
+
+    # Before torch is imported, which would remark on a job that does not run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    hardware = wanted(config, config_dir=config_dir)
     ranks = config.plan.world_size or wanted_ranks(config)
     if isinstance(config.parallel, SingleConfig) and ranks > 1:
         raise ConfigError(
             f"plan.world_size={ranks} but parallel=single runs one rank; choose another layout, e.g. fsdp"
         )
-    config = replace(config, launch=replace(config.launch, nproc_per_node=None, default_ranks=ranks, nnodes=1))
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(f"{config.recipe}-plan")
     if (run_dir / FILE).exists():
         raise ConfigError(f"run_dir={run_dir} holds a plan; choose another, or leave run_dir out")
-    _quiet()
     if config.plan.layouts is not None:
         code = _layouts(config, hardware, ranks, run_dir)
     elif config.plan.max_length is not None:
@@ -65,18 +66,6 @@ def plan_config(config: TrainConfig, *, config_dir: str | None = None) -> int:
         code = _one(config, hardware, ranks, run_dir)
     print(f"run dir: {run_dir}", flush=True)
     return code
-
-
-def hardware_of(config: TrainConfig, *, config_dir: str | None = None) -> Hardware:
-    """The device a plan is for, with what the command line says of it. Raises ConfigError."""
-    from lctrain.plan.detect import at_hand
-
-    plan: PlanConfig = config.plan
-    hardware = at_hand(config) if plan.device is None else load_hardware(plan.device, config_dir=config_dir)
-    dtype = config.precision.kind
-    hardware = hardware.with_overrides(plan, dtype)
-    check_trains(hardware, dtype)
-    return hardware
 
 
 def _one(config: TrainConfig, hardware: Hardware, ranks: int, run_dir: Path) -> int:
@@ -126,11 +115,11 @@ def _longest(config: TrainConfig, hardware: Hardware, ranks: int, run_dir: Path)
 
 
 def _fit(config: TrainConfig, hardware: Hardware, ranks: int, run_dir: Path) -> int:
-    from lctrain.plan.layouts import planned
+    from lctrain.plan.layouts import attempt
     from lctrain.plan.report import verdict
     from lctrain.plan.search import fewest_changes
 
-    now = planned(config, hardware, ranks, ())
+    now = attempt(config, hardware, ranks, ())
     if now.plan is None:
         raise ConfigError(str(now.reason))
     print(verdict(now.plan))
@@ -156,14 +145,3 @@ def _say(text: Iterable[str]) -> None:
 def _write(run_dir: Path, record: dict[str, Any]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _quiet() -> None:
-    """Libraries' remarks on a job that does not run."""
-    import logging
-    import os
-    import warnings
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)

@@ -26,19 +26,18 @@ def run(command: Any) -> int:
     config = compose_config(command.overrides, config_dir=command.config_dir)
     if command.show_config:
         return show(config)
-    check_no_question(config)
     return run_config("train", config, read_ranks())
 
 
 def check_no_question(config: TrainConfig) -> None:
-    """Raise ConfigError when the plan verb is asked something of a job that trains."""
+    """Raise ConfigError when the plan verb is asked something of a job that runs."""
     default = PlanConfig()
     for name in ("world_size", "layouts", "max_length", "fit", "calibrate", "dataset_size", "price_per_hour"):
         value = getattr(config.plan, name)
         if value != getattr(default, name):
             raise ConfigError(
-                f"plan.{name}={str(value).lower()} is a question to the plan verb and has no effect on training; write "
-                "python -m lctrain plan ..., or leave it out"
+                f"plan.{name}={str(value).lower()} is a question to plan and has no effect on a job that runs; "
+                "write python -m lctrain plan ..., or leave it out"
             )
 
 
@@ -54,6 +53,7 @@ def show(config: TrainConfig) -> int:
 
 def resolve_for(config: TrainConfig, ranks: Ranks) -> Resolved:
     """Cross-field checks against whoever started this process. Raises ConfigError."""
+    check_no_question(config)
     external = ranks.launcher is not None
     resolved = resolve(config, world_size=ranks.world_size if external else None, launcher=ranks.launcher or "lctrain")
     if ranks.launcher == "accelerate":

@@ -232,7 +232,7 @@ def test_layouts_are_compared_and_ranked(tmp_path: Path) -> None:
     record = read(tmp_path / "run")
     layouts = record["layouts"]
     assert {entry["layout"] for entry in layouts} == {"ddp", "fsdp"}
-    assert {entry["recompute"] for entry in layouts} == {"full", "selective", "none"}
+    assert {entry["recompute"] for entry in layouts} == {"offload", "full", "selective", "none"}
     assert len(layouts) == 6
     assert all(entry["fits"] for entry in layouts)
     speeds = [entry["tokens_per_s"] for entry in layouts]
@@ -404,6 +404,6 @@ def test_a_plan_is_not_written_over(plan: Plan, here: Path) -> None:
 def test_training_is_not_asked_a_question(question: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*TINY, "parallel=single", question]) == EXIT_USER
     error = capsys.readouterr().err
-    assert f"{question} is a question to the plan verb" in error
+    assert f"{question} is a question to plan" in error
     assert "python -m lctrain plan ..." in error
     assert not list(here.iterdir())

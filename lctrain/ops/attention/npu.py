@@ -19,6 +19,7 @@ import torch
 
 from lctrain.errors import ModelError
 from lctrain.ops.attention.documents import Documents
+from lctrain.ops.attention.runs import joined
 
 MAX_DOCUMENTS, MAX_TOKENS = 1024, 2**20
 """Of one call (op-plugin's checks in torch_npu 2.13)."""
@@ -66,7 +67,7 @@ class NpuKernel:
             )
             outs.append(out.view(-1, *out.shape[-2:]))
             lses.append(call.rows_last(top[..., 0] + total[..., 0].log()))
-        return _joined(outs, dim=0), _joined(lses, dim=1)
+        return joined(outs, dim=0), joined(lses, dim=1)
 
     def backward(
         self,
@@ -93,7 +94,7 @@ class NpuKernel:
             )  # fmt: skip
             for parts, grad in zip(grads, found, strict=False):
                 parts.append(grad.view(-1, *grad.shape[-2:]))
-        dq, dk, dv = (_joined(parts, dim=0) for parts in grads)
+        dq, dk, dv = (joined(parts, dim=0) for parts in grads)
         return dq, dk, dv
 
 
@@ -203,10 +204,6 @@ def _check(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> Non
 def _mask(device: torch.device) -> torch.Tensor:
     """The compressed causal mask, 1 where masked: one for every length and every call on a device."""
     return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu(1)
-
-
-def _joined(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _ops() -> Any:

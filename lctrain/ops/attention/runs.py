@@ -47,6 +47,11 @@ def runs(documents: Documents, kv_documents: Documents, *, causal: bool) -> tupl
     return tuple(groups)
 
 
+def joined(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
+    """Parts one after the other; a lone one is returned as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def device_bounds(documents: Documents, device: torch.device) -> torch.Tensor:
     """cu_seqlens as int32 on `device`, copied once per batch and device.
 

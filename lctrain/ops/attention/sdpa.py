@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from lctrain.ops.attention.documents import Documents
-from lctrain.ops.attention.runs import Run, device_bounds, runs
+from lctrain.ops.attention.runs import Run, device_bounds, joined, runs
 
 aten = torch.ops.aten
 _LSE_ALIGN = 32
@@ -61,7 +61,7 @@ class SdpaKernel:
             out_nHLD, lse_nHL = _dense_forward(q, k, v, scale=scale, causal=causal)
             outs.append(_rows(out_nHLD))
             lses.append(lse_nHL.transpose(0, 1).flatten(1))
-        return _joined(outs, dim=0), _joined(lses, dim=1)
+        return joined(outs, dim=0), joined(lses, dim=1)
 
     def backward(
         self,
@@ -98,12 +98,7 @@ class SdpaKernel:
             dqs.append(_rows(dq))
             dks.append(_sum_groups(_rows(dk), k_TKD.shape[1]))
             dvs.append(_sum_groups(_rows(dv), v_TKD.shape[1]))
-        return _joined(dqs, dim=0), _joined(dks, dim=0), _joined(dvs, dim=0)
-
-
-def _joined(parts: list[torch.Tensor], *, dim: int) -> torch.Tensor:
-    """Runs one after the other; a lone run is returned as it is, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return joined(dqs, dim=0), joined(dks, dim=0), joined(dvs, dim=0)
 
 
 def _variable_length(q_THD: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lctrain.config.compose import conf_dir
-from lctrain.config.hardware import GIB, check_trains, hardware_names, load_hardware
+from lctrain.config.hardware import GIB, check_trains, hardware_called, hardware_names, load_hardware
 from lctrain.config.plan import PlanConfig
 from lctrain.errors import ConfigError
 
@@ -141,9 +141,15 @@ def test_no_latency_is_an_answer_too() -> None:
     assert load_hardware("h100").with_overrides(PlanConfig(latency_us=0.0), "bf16").latency_us == 0.0
 
 
-def test_a_stated_peak_lets_a_device_compute_in_a_dtype_it_had_none_for() -> None:
-    device = load_hardware("ascend910a").with_overrides(PlanConfig(peak_tflops=10), "bf16")
-    check_trains(device, "bf16")
+def test_a_stated_peak_gives_a_device_no_dtype_it_has_not() -> None:
+    with pytest.raises(ConfigError, match="Ascend 910A has no bf16 arithmetic"):
+        load_hardware("ascend910a").with_overrides(PlanConfig(peak_tflops=10), "bf16")
+
+
+def test_devices_are_known_by_what_their_vendors_call_them() -> None:
+    for called, name in (("NVIDIA A800-SXM4-80GB", "a100"), ("Ascend910_9382", "ascend910c"), ("cpu (2 cores)", None)):
+        found = hardware_called(called)
+        assert (found.name if found else None) == name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from lctrain.config.compose import compose_config
 from lctrain.config.hardware import Hardware, load_hardware
-from lctrain.config.memory import Recompute
 from lctrain.config.parallel import FsdpSpConfig, FsdpTpConfig, FsdpUspConfig, ParallelConfig, Zero3OffloadConfig
 from lctrain.config.registry import classes
 from lctrain.config.root import TrainConfig
@@ -17,16 +16,16 @@ from lctrain.plan.layouts import (
     LEANEST_FIRST,
     Candidate,
     Outcome,
-    Size,
     _rank,
     _variants,
+    attempt,
     candidates,
-    model_size,
-    planned,
+    model_counts,
     refused_by_hand,
 )
+from lctrain.train.memory_check import ModelCounts
 
-SEVEN_B = Size(6_738_415_616, 6_738_415_616)
+SEVEN_B = ModelCounts(6_738_415_616, 6_738_415_616, layers=32, width=4096)
 
 
 def tiny(*words: str) -> TrainConfig:
@@ -116,7 +115,7 @@ def test_ddp_of_7b_is_refused_for_its_state() -> None:
     assert refused_by_hand(seven_b(None, "parallel=ddp"), replace(hardware, usable_gib=101), 8, SEVEN_B) is None
 
 
-def test_what_is_offloaded_is_not_weighed_by_hand() -> None:
+def test_what_is_offloaded_is_not_weighed_against_the_device() -> None:
     hardware = room(1)
     assert refused_by_hand(seven_b(Zero3OffloadConfig()), hardware, 8, SEVEN_B) is None
     assert refused_by_hand(seven_b(None, "parallel=fsdp", "parallel.offload_params=true"), hardware, 8, SEVEN_B) is None
@@ -126,7 +125,7 @@ def test_what_is_offloaded_is_not_weighed_by_hand() -> None:
 def test_a_layout_that_cannot_be_is_an_outcome_with_its_reason() -> None:
     with pytest.raises(ConfigError, match="does not divide the model's 32 attention heads"):
         refused_by_hand(seven_b(FsdpSpConfig()), room(64), 24, SEVEN_B)
-    task = (tiny("train.global_batch_size=6"), room(8), 6, Candidate(("parallel=fsdp_sp",), FsdpSpConfig()), Size(1, 1))
+    task = (tiny("train.global_batch_size=6"), room(8), 6, Candidate(("parallel=fsdp_sp",), FsdpSpConfig()), None)
     (outcome,) = _variants(task)
     assert outcome.plan is None
     assert outcome.reason is not None
@@ -134,32 +133,35 @@ def test_a_layout_that_cannot_be_is_an_outcome_with_its_reason() -> None:
 
 
 def test_7b_is_counted_without_memory() -> None:
-    assert model_size(seven_b()) == SEVEN_B
-    adapters = model_size(tiny("model.lora.rank=8"))
+    assert model_counts(seven_b()) == SEVEN_B
+    adapters = model_counts(tiny("model.lora.rank=8"))
+    assert adapters is not None
     assert 0 < adapters.trained < adapters.parameters
-    assert model_size(compose_config(["recipe=resnet8_fashion_mnist"])) == Size(0, 0)
+    assert model_counts(compose_config(["recipe=resnet8_fashion_mnist"])) is None
 
 
 def test_variants_go_from_the_leanest_until_one_does_not_fit() -> None:
     config = tiny("train.micro_batch_size=4", "train.global_batch_size=8", "memory=none")
     one = candidates(["fsdp"], 2, language=True)[0]
-    size = model_size(config)
-    every = _variants((config, room(8), 2, one, size))
+    counts = model_counts(config)
+    every = _variants((config, room(8), 2, one, counts))
     assert [o.words for o in every] == [("parallel=fsdp", f"memory={r.name}") for r in LEANEST_FIRST]
     plans = [o.plan for o in every if o.plan is not None]
-    assert [p.config.memory.recompute for p in plans] == [Recompute.full, Recompute.selective, Recompute.none]
+    assert [p.config.memory.recompute for p in plans] == list(LEANEST_FIRST)
     assert all(p.fits and p.config.parallel.kind == "fsdp" for p in plans)
+    assert [p.peak.host_bytes > 0 for p in plans] == [True, False, False, False]
     sizes = [p.peak_bytes for p in plans]
     assert sizes == sorted(sizes)
-    tight = room((sizes[1] + sizes[0]) / 2 / 2**30)
-    assert [o.plan is not None and o.plan.fits for o in _variants((config, tight, 2, one, size))] == [True, False]
-    (refused,) = _variants((config, room(1e-3), 2, one, size))
+    tight = room((sizes[2] + sizes[1]) / 2 / 2**30)
+    fits = [o.plan is not None and o.plan.fits for o in _variants((config, tight, 2, one, counts))]
+    assert fits == [True, True, False]
+    (refused,) = _variants((config, room(1e-3), 2, one, counts))
     assert refused.reason is not None
     assert refused.reason.startswith("0.0 GB of weights, gradients and optimizer state a rank")
 
 
 def test_an_outcome_that_fits_faster_comes_first_and_one_without_a_plan_last() -> None:
-    plan = planned(tiny("parallel=single"), room(8), 1, ()).plan
+    plan = attempt(tiny("parallel=single"), room(8), 1, ()).plan
     assert plan is not None
     slow = Outcome(("slow",), replace(plan, time=replace(plan.time, step_s=2 * plan.time.step_s)))
     more = Outcome(("more a step",), replace(plan, units=4 * plan.units))
@@ -172,7 +174,7 @@ def test_an_outcome_that_fits_faster_comes_first_and_one_without_a_plan_last() -
 
 
 def test_what_cannot_be_planned_is_an_outcome_too() -> None:
-    outcome = planned(tiny("parallel=fsdp", "train.global_batch_size=3"), room(8), 2, ("parallel=fsdp",))
+    outcome = attempt(tiny("parallel=fsdp", "train.global_batch_size=3"), room(8), 2, ("parallel=fsdp",))
     assert outcome.plan is None
     assert outcome.reason is not None
     assert "train.global_batch_size=3" in outcome.reason

@@ -38,8 +38,8 @@ def job(*overrides: str, ranks: int = 8) -> Resolved:
         (["parallel=zero2"], 14.0 + 1.75 + 10.5, 0.0),
         (["parallel=zero3"], 1.75 + 1.75 + 10.5, 0.0),
         (["parallel=zero3_sp", "parallel.sp_size=2"], 14.0, 0.0),
-        (["parallel=zero3_offload"], 1.75, 12.25),
-        (["parallel=zero3_offload", "parallel.offload_param=false"], 3.5, 10.5),
+        (["parallel=zero3_offload"], 0.0, 14.0),
+        (["parallel=zero3_offload", "parallel.offload_param=false"], 1.75, 12.25),
         (["parallel=zero3_offload", "parallel.offload_optimizer=false"], 12.25, 1.75),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, list) else str(x),
@@ -102,7 +102,7 @@ def test_offload_counts_every_rank_of_the_host() -> None:
     check(offloaded, device_room=1, host_room=112 * GB)
     with pytest.raises(DeviceError, match=r"13\.0 GiB of host memory.*8 ranks here, and this machine has 100\.0 GiB"):
         check(offloaded, host_room=100 * GIB)
-    with pytest.raises(DeviceError, match=r"zero3_offload need 11\.4 GiB of host memory for what is offloaded a rank"):
+    with pytest.raises(DeviceError, match=r"zero3_offload need 13\.0 GiB of host memory for what is offloaded a rank"):
         check(job("parallel=zero3_offload"), host_room=90 * GB)
     long = job("parallel=fsdp", "memory=offload", "data.max_length=32768")
     check(long, host_room=64 * GIB)
@@ -111,7 +111,7 @@ def test_offload_counts_every_rank_of_the_host() -> None:
 
 
 def test_on_the_cpu_both_are_one_memory() -> None:
-    both = job("parallel=zero3_offload")  # 1.75 + 12.25 GB a rank
+    both = job("parallel=zero3_offload")  # 14 GB a rank
     check(both, on_cpu=True, device_room=1, host_room=112 * GB)
     with pytest.raises(DeviceError, match=r"13\.0 GiB of weights, gradients and optimizer state a rank, 8 ranks here"):
         check(both, on_cpu=True, device_room=112 * GB, host_room=112 * GB - 1)
