@@ -233,7 +233,7 @@ def test_layouts_are_compared_and_ranked(tmp_path: Path) -> None:
     layouts = record["layouts"]
     assert {entry["layout"] for entry in layouts} == {"ddp", "fsdp"}
     assert {entry["recompute"] for entry in layouts} == {"offload", "full", "selective", "none"}
-    assert len(layouts) == 6
+    assert len(layouts) == 8
     assert all(entry["fits"] for entry in layouts)
     speeds = [entry["tokens_per_s"] for entry in layouts]
     assert speeds == sorted(speeds, reverse=True)
