@@ -6,23 +6,27 @@ import bisect
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lctrain.errors import EXIT_OK
 from lctrain.plan.job import build, make_batch, run_step, without_data
 from lctrain.plan.simulate import TRACED_MICRO_STEPS
+from lctrain.plan.trace import WRAPPERS
 from lctrain.runtime.device import Accelerator
 from lctrain.train.session import Session
 
 MEASURED = "measured.json"
 _TIMED_STEPS = 2
 _MEASURED_STEPS = 3
+_MOMENT_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,12 @@ def measure(session: Session) -> Measured:
     with meter.watching():
         job, _ = build(session, mesh, kernel=None, real=True)
         batch = make_batch(session.config)
-        # DDP lays its buckets out anew in its second step.
-        for mark in (lambda: None, meter.settle, *[meter.restart] * (_MEASURED_STEPS + 1)):
-            run_step(job, batch, traced, lambda phase: None)
-            mesh.device.synchronize()
-            mark()
+        with _LastToLetGo() if mesh.device.type == "cpu" else nullcontext():
+            # DDP lays its buckets out anew in its second step.
+            for mark in (lambda: None, *[meter.restart] * (_MEASURED_STEPS + 1)):
+                run_step(job, batch, traced, lambda phase: None)
+                mesh.device.synchronize()
+                mark()
     times = []
     for _ in range(_TIMED_STEPS):
         mesh.barrier()
@@ -93,12 +98,6 @@ class _Meter:
             yield
         self._peaks = _cpu_peaks(profiler)
 
-    def settle(self) -> None:
-        """What is held from step to step exists from here on."""
-        if self._device.type == "cpu":
-            with torch.profiler.record_function(_SETTLED):
-                pass
-
     def restart(self) -> None:
         """A step's peak counts from one of these to the next."""
         if self._device.type != "cpu":
@@ -111,7 +110,30 @@ class _Meter:
             pass
 
 
-_SETTLED, _RESTART = "lctrain_plan_settled", "lctrain_plan_restart"
+_RESTART = "lctrain_plan_restart"
+
+
+class _LastToLetGo(TorchDispatchMode):
+    """Keeps what a collective was given until the next operation and a moment more.
+
+    gloo's threads hold on to it too; if one of them were the last to let go, the profiler, which listens to the main
+    thread, would not hear of the memory being freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, first letting go of what the collective before it was given."""
+        if any(issubclass(t, WRAPPERS) for t in types):
+            return NotImplemented
+        if self._sent:
+            time.sleep(_MOMENT_S)
+            self._sent = []
+        if func.namespace == "c10d":
+            self._sent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def _cpu_peaks(profiler: torch.profiler.profile) -> list[int]:
@@ -127,9 +149,8 @@ def _cpu_peaks(profiler: torch.profiler.profile) -> list[int]:
     blocks = LiveBlocks()
     peaks: list[int] = []
     for event, theirs in events:
-        if event.name in (_SETTLED, _RESTART):
-            blocks.new_step()
-            peaks += [0] if event.name == _RESTART else []
+        if event.name == _RESTART:
+            peaks.append(0)
         if event.typed[0] != _EventType.Allocation:
             continue
         address, size = event.typed[1].ptr, event.typed[1].alloc_size
@@ -145,14 +166,12 @@ def _cpu_peaks(profiler: torch.profiler.profile) -> list[int]:
 class LiveBlocks:
     """Blocks of memory by address. held: bytes of those that count.
 
-    The profiler does not hear of what gloo's threads free, as they may a tensor that was sent; but where a new block
-    begins no old one can be, and a step leaves nothing of its own behind.
+    The profiler does not hear of what gloo's threads free; but where a new block begins no old one can be.
     """
 
     def __init__(self) -> None:
         self.held = 0
         self._starts: list[int] = []
-        self._of_step: set[int] | None = None
         self._blocks: dict[int, tuple[int, bool]] = {}
 
     def allocate(self, address: int, size: int, *, counted: bool) -> None:
@@ -165,23 +184,13 @@ class LiveBlocks:
             self.free(self._starts[place])
         self._starts.insert(place, address)
         self._blocks[address] = size, counted
-        if self._of_step is not None:
-            self._of_step.add(address)
         self.held += size if counted else 0
-
-    def new_step(self) -> None:
-        """A step that leaves nothing begins; what is left of the one before has been freed."""
-        for address in tuple(self._of_step or ()):
-            self.free(address)
-        self._of_step = set()
 
     def free(self, address: int) -> None:
         """The end of a block; of none when it is not known."""
         size, counted = self._blocks.pop(address, (0, False))
         if size:
             self._starts.remove(address)
-            if self._of_step is not None:
-                self._of_step.discard(address)
         self.held -= size if counted else 0
 
 

@@ -22,6 +22,9 @@ from lctrain.plan.cost import Operation, cost_of
 
 aten = torch.ops.aten
 
+WRAPPERS = (DTensor, AsyncCollectiveTensor)
+"""Tensors whose operations come by a second time, on the plain tensors inside."""
+
 # What a fake tensor has no value to answer with, and what does in its place: norms of 0, no overflow, all equal.
 _ANSWERS: dict[Any, Any] = {
     aten._local_scalar_dense.default: 0.0,
@@ -116,7 +119,7 @@ class Trace(TorchDispatchMode):
         """Run `func`; note what it made and what it cost."""
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+        if any(issubclass(t, WRAPPERS) for t in types):
             return NotImplemented  # its own operations on plain tensors come by in a moment
         fake = any(issubclass(t, torch._subclasses.FakeTensor) for t in types)
         if fake and func in _ANSWERS:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
+from lctrain.plan import measure
 from lctrain.plan.measure import LiveBlocks
 
 
@@ -94,20 +98,29 @@ def test_held_is_what_a_plain_account_of_bytes_says() -> None:
         assert live.held == sum(n for n, c in known.values() if c)
 
 
-def test_a_step_leaves_nothing_behind_and_what_was_there_before_stays() -> None:
-    live = blocks((100, 10))  # the model
-    live.new_step()
-    live.allocate(200, 20, counted=True)
-    live.allocate(300, 30, counted=True)
-    live.free(200)
-    assert live.held == 40
-    live.new_step()  # the block at 300 went unheard
-    assert live.held == 10
-    live.allocate(300, 5, counted=True)
-    live.free(300)
-    live.allocate(300, 7, counted=False)
-    live.new_step()
-    assert live.held == 10
-    live.free(100)
-    live.new_step()
-    assert live.held == 0
+class _Op:
+    """An operation of a namespace that gives back what it was given."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0]
+
+
+def test_what_a_collective_was_given_is_kept_until_the_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[float] = []
+    monkeypatch.setattr(measure.time, "sleep", moments.append)
+    mode = measure._LastToLetGo()
+    sent = torch.zeros(3)
+    kept = weakref.ref(sent)
+    mode.__torch_dispatch__(_Op("c10d"), (), (sent,))
+    del sent
+    assert kept() is not None
+    assert moments == []
+    mode.__torch_dispatch__(_Op("aten"), (), (torch.zeros(1),))
+    assert kept() is None
+    assert moments == [measure._MOMENT_S]
+    mode.__torch_dispatch__(_Op("aten"), (), (torch.zeros(1),))
+    assert len(moments) == 1
+    assert mode.__torch_dispatch__(_Op("aten"), (DTensor,), ()) is NotImplemented
