@@ -11,9 +11,11 @@ from __future__ import annotations
 import datetime
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +23,14 @@ LIMIT_S = 120.0
 
 
 class RankPool:
-    """`size` processes with a gloo group between them."""
+    """`size` processes with a group between them: gloo, and the backend of `device` where that is not cpu.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    environment: what the processes see beside this one's; the folders of its PYTHONPATH come after this one's own.
+    """
+
+    def __init__(self, size: int, *, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
+        self.size, self._device = size, device
+        self._environment = dict(environment or {})
         self._start()
 
     def _start(self) -> None:
@@ -37,8 +43,10 @@ class RankPool:
         sock.close()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, self.size, port, theirs), daemon=True)
-            process.start()
+            arguments = (rank, self.size, port, theirs, self._device)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            with _environment(self._environment):
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -72,7 +80,21 @@ class RankPool:
             process.join()
 
 
-def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
+@contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """A process that starts within it inherits `extra` too."""
+    before = dict(os.environ)
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _rank_main(rank: int, size: int, port: int, pipe: Any, device: str) -> None:
+    # A spawned process gets its parent's path in place of the one its own environment names.
+    sys.path += [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
@@ -86,11 +108,15 @@ def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
+    from lctrain.runtime.device import Accelerator
     from lctrain.runtime.process import Ranks
 
     torch.set_num_threads(1)
+    accelerator = Accelerator(device, rank if device != "cpu" else 0)
+    accelerator.activate()
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, datetime.timedelta(seconds=60))
-    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group(accelerator.backend, store=store, rank=rank, world_size=size, timeout=timeout)
     # Every new mesh makes process groups, and every gloo group a thread that polls: some hundred tests later nothing
     # else would run. Equal meshes are one here.
     device_mesh.init_device_mesh = lru_cache(device_mesh.init_device_mesh)
@@ -106,14 +132,14 @@ def _rank_main(rank: int, size: int, port: int, pipe: Any) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
-def pool(size: int) -> RankPool:
-    """The session's pool of `size` ranks."""
-    if size not in _pools:
-        _pools[size] = RankPool(size)
-    return _pools[size]
+def pool(size: int, *, device: str = "cpu", environment: Mapping[str, str] | None = None) -> RankPool:
+    """The session's pool of `size` ranks on a type of device."""
+    if (size, device) not in _pools:
+        _pools[size, device] = RankPool(size, device=device, environment=environment)
+    return _pools[size, device]
 
 
 def stop_all() -> None:

@@ -72,7 +72,7 @@ def train_tiny(ranks: Ranks, plain: dict[str, Any], *, steps: int = 3) -> dict[s
         first_step_done=language.first_step_done,
     )
     trainer.fit()
-    parameters = {name: whole.float().numpy() for name, whole in whole_parameters(language)}
+    parameters = {name: whole.float().cpu().numpy() for name, whole in whole_parameters(language)}
     return {"loss": recorder.losses, "grad_norm": recorder.norms, "parameters": parameters}
 
 
