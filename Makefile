@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CPU_ONLY := $(shell command -v nvidia-smi >/dev/null 2>&1 || command -v npu-smi >/dev/null 2>&1 || echo yes)
+# Ascend's torch_npu, too, works with a CPU build of torch only.
+CPU_ONLY := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 CONSTRAINTS := $(if $(CPU_ONLY),-c constraints-cpu.txt,)
 
 .PHONY: setup demo test lint types format clean

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lctrain.errors import EXIT_BUG, EXIT_OK, ConfigError, LctrainError
+from lctrain.runtime.ascend import failed_autoload
 
 # verb: (module, what it does). One file a verb; the module has `run(command) -> exit code`.
 VERBS = {
@@ -19,6 +20,8 @@ VERBS = {
     "evaluate": ("lctrain.verbs.evaluate", "Validation loss and perplexity of a run's checkpoint or a model folder."),
     "verify": ("lctrain.verbs.verify", "Prove a layout: loss, every gradient and document isolation against one rank."),
     "stage": ("lctrain.verbs.stage", "Copy images into local shards: data.source=FOLDER|URL|NAME data.cache=DIR."),
+    "doctor": ("lctrain.verbs.doctor", "Check this machine's devices, packages and environment: device=auto."),
+    "selftest": ("lctrain.verbs.selftest", "Prove the program on this machine's devices, in one report."),
     "export": ("lctrain.verbs.export", "Write a run's checkpoint as a Hugging Face folder: run_dir=DIR out=OUT."),
 }
 
@@ -58,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 2
     except BrokenPipeError:
         return EXIT_BUG
+    except RuntimeError as error:
+        refusal = failed_autoload(error)
+        if refusal is None:
+            raise
+        _say_once(refusal)
+        return refusal.exit_code
 
 
 def _say_once(error: LctrainError) -> None:
@@ -126,7 +135,7 @@ def help_text() -> str:
         "devices (plan.device=NAME):",
         f"  {', '.join(options('hardware'))}",
         "",
-        "other fields: train.*, eval.*, verify.*, plan.*, run_dir, device (auto, cuda, npu, cpu), seed",
+        "other fields: train.*, eval.*, verify.*, plan.*, run_dir, device (auto, cuda, npu, cpu), seed, deterministic",
         "",
         "flags:",
         "  -m, --multirun    a sweep: comma-separated values make one job each",

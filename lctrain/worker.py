@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lctrain.config.plain import load
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError, TrainingStopped
+from lctrain.runtime.ascend import import_torch
 from lctrain.runtime.process import Ranks, connect, read_ranks, stop_groups
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _JOBS = {
     "evaluate": "lctrain.train.evaluate_job",
     "verify": "lctrain.train.verify_job",
     "measure": "lctrain.plan.measure",
+    "selftest": "lctrain.selftest.job",
 }
 
 
@@ -45,7 +47,12 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     """Run this rank's part of a job; returns its exit code. The first rank that fails says why, once."""
     # Before torch is imported: when a rank dies, every other one would print a C++ stack of its lost connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        import_torch(config.device)
+    except LctrainError as error:  # the same on every rank of a machine; without torch there is no store to ask
+        return error.exit_code if ranks.local_rank == 0 and _say_first(None, f"error: {error}") else EXIT_ECHO
     from lctrain.train.gate import PeerFailed
+    from lctrain.train.out_of_memory import explain
     from lctrain.train.session import Session
     from lctrain.train.stop import StopFlag
 
@@ -55,10 +62,11 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         warnings.simplefilter("ignore")
     stop = StopFlag()
     stop.install()
-    store = None
+    store = session = None
     try:
         store = connect(ranks, config.launch.timeout_s)
-        code = int(import_module(_JOBS[verb]).rank_main(Session(config, ranks, store, stop)))
+        session = Session(config, ranks, store, stop)
+        code = int(import_module(_JOBS[verb]).rank_main(session))
         stop_groups()
         return code
     except PeerFailed:
@@ -71,6 +79,9 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         if _lost_peer(error):
             _say_first(store, f"rank {ranks.rank} lost its connection to another rank, which has ended")
             return EXIT_ECHO
+        known = None if session is None else explain(error, session)
+        if known is not None:
+            return known.exit_code if _say_first(store, f"error: {known}") else EXIT_ECHO
         text = f"rank {ranks.rank} failed:\n{traceback.format_exc()}"
         return EXIT_BUG if _say_first(store, text) else EXIT_ECHO
 

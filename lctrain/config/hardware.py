@@ -25,8 +25,8 @@ class Hardware:
     dtype; a dtype that is not there cannot be computed in. link_gb_s: GB/s one way to the other devices of a node,
     network_gb_s to those of other nodes. launch_us: the shortest an operation takes. context_gib: what the driver and
     kernels take before the first tensor; communicator_mib: buffers of one communicator; rounding: bytes an allocation
-    is rounded up to; softmax_statistics: fp32 numbers that fused attention keeps a query and head. refused: why
-    training is not possible, if it is not.
+    is rounded up to; softmax_statistics: fp32 numbers a query and head that fused attention's operator gives. refused:
+    why training is not possible, if it is not.
     """
 
     name: str

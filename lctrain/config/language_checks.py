@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lctrain.config.batch_norm import BatchNormConfig
 from lctrain.config.classification import ClassificationConfig
 from lctrain.config.data import DocumentsConfig, HubConfig
-from lctrain.config.model import CausalLMConfig, ModelInit
+from lctrain.config.model import AttentionKernel, CausalLMConfig, ModelInit
 from lctrain.config.optim import AdamWConfig, LarsConfig
 from lctrain.config.parallel import FsdpTpConfig, ZeroConfig
 from lctrain.config.sizes import Heads
@@ -19,6 +19,10 @@ from lctrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from lctrain.config.root import TrainConfig
+
+REFERENCE_ROWS = 1024
+"""Queries the reference kernel works on at a time."""
+_DENSE_BUDGET = 2 * 2**30
 
 
 def missing_fields(config: TrainConfig) -> list[str]:
@@ -57,6 +61,7 @@ def missing_fields(config: TrainConfig) -> list[str]:
 def check_language(config: TrainConfig) -> None:
     """Fields against each other. Raises ConfigError."""
     _check_tensor_parallel(config)
+    _check_dense_scores(config)
     for name, value, default in (
         ("bn", config.bn, BatchNormConfig()),
         ("classification", config.classification, ClassificationConfig()),
@@ -77,6 +82,21 @@ def check_language(config: TrainConfig) -> None:
         )
 
 
+def _check_dense_scores(config: TrainConfig) -> None:
+    """The reference kernel holds the scores of REFERENCE_ROWS queries at a time, masked ones too."""
+    known = heads(config)
+    if config.language_model.attention is not AttentionKernel.reference or known is None:
+        return
+    length = config.documents.max_length
+    scores = 4 * known.query * min(length, REFERENCE_ROWS) * length * config.train.micro_batch_size
+    if scores > _DENSE_BUDGET:
+        raise ConfigError(
+            f"model.attention=reference would hold {scores / 2**30:.1f} GiB of masked scores at "
+            f"data.max_length={length}, more than {_DENSE_BUDGET / 2**30:g} GiB; use model.attention=auto, or lower "
+            "data.max_length"
+        )
+
+
 def _check_tensor_parallel(config: TrainConfig) -> None:
     if not isinstance(config.parallel, FsdpTpConfig):
         return
@@ -89,6 +109,11 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
         raise ConfigError(
             f"model.lora.rank={config.language_model.lora.rank} does not work with parallel=fsdp_tp; choose "
             "parallel=fsdp, fsdp_sp or fsdp_cp, or model.lora.rank=null"
+        )
+    if config.language_model.npu_fused:
+        raise ConfigError(
+            "model.npu_fused=true does not work with parallel=fsdp_tp, whose tensors in parts the fused operators do "
+            "not take; choose parallel=fsdp, fsdp_sp or fsdp_cp, or model.npu_fused=false"
         )
     if isinstance(config.optim, LarsConfig):
         raise ConfigError("optim=lars does not work with parallel=fsdp_tp; choose optim=adamw or parallel=fsdp")

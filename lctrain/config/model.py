@@ -119,6 +119,7 @@ class CausalLMConfig(ModelConfig):
 
     path: a local folder with config.json (and safetensors when init=pretrained).
     architecture: a transformers config as a mapping with `model_type`; used when `path` is not set.
+    npu_fused: compute RMSNorm, SwiGLU and the rotary embedding with Ascend's fused operators; device npu only.
     """
 
     kind: str = "causal_lm"
@@ -129,6 +130,7 @@ class CausalLMConfig(ModelConfig):
     rope_scaling: RopeConfig = field(default_factory=RopeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     trust_remote_code: bool = False
+    npu_fused: bool = False
 
 
 class Stem(Enum):

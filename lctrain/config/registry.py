@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lctrain.config import data, images, memory, model, optim, parallel, precision, root, schedule
+from lctrain.config import data, images, launch, memory, model, optim, parallel, precision, root, schedule
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (model.CausalLMConfig, model.ResNetConfig, model.LeNetConfig),
@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "precision": (precision.Fp32Config, precision.Bf16Config, precision.Fp16Config),
     "checkpoint": (root.CheckpointConfig,),
     "logging": (root.LoggingConfig,),
-    "launch": (root.LaunchConfig,),
+    "launch": (launch.LaunchConfig, launch.TorchrunConfig, launch.SlurmConfig, launch.ModelArtsConfig),
 }
 
 

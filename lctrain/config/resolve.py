@@ -20,11 +20,6 @@ class Resolved:
     sizes: Sizes
     accumulation: int
 
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks on each node."""
-        return self.sizes.world // self.config.launch.nnodes
-
 
 def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str = "the launcher") -> Resolved:
     """Check fields against each other and do the arithmetic.
@@ -39,7 +34,7 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
     else:
         image_checks.check_images(config)
     ranks = wanted_ranks(config) if world_size is None else world_size
-    _check_launcher_ranks(config, world_size, launcher)
+    _check_single(config, world_size, launcher)
     sizes = layout_sizes(config.parallel, ranks, heads=language_checks.heads(config))
     if not is_language:
         image_checks.check_batch(config, sizes)
@@ -66,32 +61,24 @@ def wanted_ranks(config: TrainConfig) -> int:
     """World size of a job whose ranks are ours to start."""
     launch = config.launch
     if isinstance(config.parallel, SingleConfig):
-        if (launch.nproc_per_node or 1) * launch.nnodes != 1:
+        if (launch.nproc_per_node or 1) * launch.nodes != 1:
             raise ConfigError(
-                f"launch.nproc_per_node={launch.nproc_per_node} with launch.nnodes={launch.nnodes} needs several "
+                f"launch.nproc_per_node={launch.nproc_per_node} with launch.nnodes={launch.nodes} needs several "
                 "ranks but parallel=single runs one; choose parallel=ddp, fsdp, hsdp or fsdp_sp"
             )
         return 1
     if launch.nproc_per_node is not None:
-        return launch.nproc_per_node * launch.nnodes
-    if launch.default_ranks % launch.nnodes:
+        return launch.nproc_per_node * launch.nodes
+    if launch.default_ranks % launch.nodes:
         raise ConfigError(
-            f"launch.default_ranks={launch.default_ranks} does not divide over launch.nnodes={launch.nnodes}; "
+            f"launch.default_ranks={launch.default_ranks} does not divide over launch.nnodes={launch.nodes}; "
             "set launch.nproc_per_node"
         )
     return launch.default_ranks
 
 
-def _check_launcher_ranks(config: TrainConfig, world_size: int | None, launcher: str) -> None:
-    if world_size is None:
-        return
-    wanted = config.launch.nproc_per_node
-    if wanted is not None and wanted * config.launch.nnodes != world_size:
-        raise ConfigError(
-            f"launch.nproc_per_node={wanted} x launch.nnodes={config.launch.nnodes} does not match the "
-            f"{world_size} ranks that {launcher} started; drop launch.nproc_per_node or change {launcher}'s number"
-        )
-    if isinstance(config.parallel, SingleConfig) and world_size != 1:
+def _check_single(config: TrainConfig, world_size: int | None, launcher: str) -> None:
+    if isinstance(config.parallel, SingleConfig) and world_size not in (None, 1):
         raise ConfigError(
             f"parallel=single runs one rank but {launcher} started {world_size}; choose parallel=ddp, fsdp, hsdp "
             f"or fsdp_sp, or start one rank"

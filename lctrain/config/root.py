@@ -10,6 +10,7 @@ from lctrain.config.checks import MISSING, require
 from lctrain.config.classification import ClassificationConfig
 from lctrain.config.data import DataConfig, DocumentsConfig
 from lctrain.config.images import ImagesConfig
+from lctrain.config.launch import LaunchConfig
 from lctrain.config.memory import MemoryConfig
 from lctrain.config.model import CausalLMConfig, ImageModelConfig, ModelConfig
 from lctrain.config.optim import OptimConfig
@@ -191,57 +192,11 @@ class LoggingConfig:
 
 
 @dataclass(kw_only=True)
-class LaunchConfig:
-    """How ranks are started.
-
-    default_ranks: what a recipe was written for. nproc_per_node: yours; null takes default_ranks over
-    the nodes, 1 for parallel=single, or what torchrun or accelerate started.
-    timeout_s: how long a collective may wait for the others. prepare_timeout_s: how long the other
-    ranks wait for the first to tokenise.
-    """
-
-    kind: str = "launch"
-    default_ranks: int = 1
-    nproc_per_node: int | None = None
-    nnodes: int = 1
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    timeout_s: int = 1800
-    prepare_timeout_s: int = 86400
-
-    def __post_init__(self) -> None:
-        for name in ("default_ranks", "nnodes", "timeout_s", "prepare_timeout_s"):
-            value = getattr(self, name)
-            require(value >= 1, f"launch.{name}", value, "must be at least 1", "give a whole number")
-        require(
-            self.nproc_per_node is None or self.nproc_per_node >= 1,
-            "launch.nproc_per_node",
-            self.nproc_per_node,
-            "must be at least 1",
-            "or null for the recipe's",
-        )
-        if self.nnodes > 1:
-            require(
-                self.rdzv_endpoint is not None,
-                "launch.rdzv_endpoint",
-                self.rdzv_endpoint,
-                f"must be set with launch.nnodes={self.nnodes}",
-                "give the first node's host:port on every node",
-            )
-            require(
-                self.node_rank is not None and 0 <= self.node_rank < self.nnodes,
-                "launch.node_rank",
-                self.node_rank,
-                f"must be 0 to {self.nnodes - 1}",
-                "give each node its own number",
-            )
-
-
-@dataclass(kw_only=True)
 class TrainConfig:
     """The root. `recipe` is the name of the overlay that was chosen; groups with several classes must be chosen.
 
-    preset: the name of the overlay with a batch's optimizer numbers, if one was chosen.
+    preset: the name of the overlay with a batch's optimizer numbers, if one was chosen. deterministic: the same run
+    gives the same bits again, or an operation that cannot ends it; slower.
     """
 
     recipe: str | None = None
@@ -249,6 +204,7 @@ class TrainConfig:
     run_dir: str | None = None
     device: Device = Device.auto
     seed: int = 0
+    deterministic: bool = False
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     parallel: ParallelConfig = MISSING

@@ -19,6 +19,7 @@ from lctrain.optim.build import build_optimizer, optimizer_groups
 from lctrain.optim.loss_scale import LossScale
 from lctrain.optim.schedule import peak_lr
 from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.overflow import overflow_flag
 
 
 def check_engine(resolved: Resolved) -> None:
@@ -74,14 +75,16 @@ def build_engine(
         return DeepSpeedEngine(
             module, optimizer, config=_deepspeed_config(resolved), parallel=config.parallel, mesh=mesh
         )
+    scale = LossScale(config.precision)
     return NativeEngine(
         module,
         optimizer,
         parallel=config.parallel,
         mesh=mesh,
         autocast_dtype=autocast_dtype,
-        scale=LossScale(config.precision),
+        scale=scale,
         max_grad_norm=config.train.max_grad_norm,
+        overflow=overflow_flag(mesh.device) if scale.dynamic else None,
     )
 
 

@@ -26,13 +26,14 @@ from lctrain.engines.base import StepResult
 from lctrain.engines.sharded_state import read, write
 from lctrain.optim.loss_scale import LossScale
 from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.overflow import OverflowFlag
 
 
 class NativeEngine:
     """Runs forward, backward and update of one module under torch's layouts.
 
     autocast_dtype: compute in it where the layout does not see to precision itself; None leaves dtypes alone.
-    companions: further tensors that belong in a checkpoint, by name.
+    companions: further tensors that belong in a checkpoint, by name. overflow: what else says that a step overflowed.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class NativeEngine:
         autocast_dtype: torch.dtype | None,
         scale: LossScale,
         max_grad_norm: float | None,
+        overflow: OverflowFlag | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.scale = scale
         self._max_grad_norm = max_grad_norm
+        self._mesh, self._overflow, self._step_began = mesh, overflow, False
         self._device_type = mesh.device.type
         self._autocast_dtype = autocast_dtype
         self.companions: dict[str, torch.Tensor] = {}
@@ -62,6 +65,9 @@ class NativeEngine:
         FSDP2 reduce-scatters every micro-batch, so that no rank ever holds a whole gradient, and sums
         across replicas only at the last.
         """
+        if self._overflow is not None and not self._step_began:
+            self._overflow.clear()
+        self._step_began = True
         hold: AbstractContextManager[Any] = nullcontext()
         if isinstance(self.model, DistributedDataParallel) and not last:
             hold = self.model.no_sync()
@@ -95,8 +101,9 @@ class NativeEngine:
 
     def step(self, lr: float) -> StepResult:
         """Unscale, clip, update and zero. A non-finite norm skips the update on every rank alike."""
-        grad_norm = self.grad_norm()
+        grad_norm = math.inf if self._overflowed() else self.grad_norm()
         finite = math.isfinite(grad_norm)
+        self._step_began = False
         if finite:
             self._scale_grads(self._clip_factor(grad_norm) / self.scale.value)
             for group in self.optimizer.param_groups:
@@ -121,6 +128,10 @@ class NativeEngine:
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read this rank's shards in place."""
         read(folder, self.module, self.optimizer if optimizer else None, self.companions)
+
+    def _overflowed(self) -> bool:
+        """Whether any rank's flag is up: saturated gradients look finite (axes: all)."""
+        return self._overflow is not None and self._mesh.max_over_all(float(self._overflow.raised())) > 0
 
     def _clip_factor(self, grad_norm: float) -> float:
         if self._max_grad_norm is None or grad_norm <= self._max_grad_norm:

@@ -7,32 +7,31 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lctrain.config.root import LaunchConfig
 from lctrain.errors import EXIT_BUG, EXIT_ECHO, EXIT_OK
 from lctrain.launch.forward import Forwarding
+from lctrain.launch.place import Node
 
 
-def run_node(arguments: Sequence[str], launch: LaunchConfig, ranks_per_node: int) -> int:
+def run_node(arguments: Sequence[str], node: Node, ranks_per_node: int, *, timeout_s: int) -> int:
     """Run `python -m lctrain.worker ARGUMENTS` as this node's share of the ranks; returns the exit code.
 
-    Node 0 hosts the store at launch.rdzv_endpoint. Ranks are not restarted: a run continues from its
-    checkpoint instead.
+    Node 0 hosts the store at node.endpoint. timeout_s: how long nodes wait for each other. Ranks are not restarted:
+    a run continues from its checkpoint instead.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as AgentConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    assert launch.rdzv_endpoint is not None
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
     os.environ["LCTRAIN_LAUNCHED"] = "elastic"
     config = AgentConfig(
-        min_nodes=launch.nnodes,
-        max_nodes=launch.nnodes,
+        min_nodes=node.count,
+        max_nodes=node.count,
         nproc_per_node=ranks_per_node,
         rdzv_backend="static",
-        rdzv_endpoint=launch.rdzv_endpoint,
-        rdzv_configs={"rank": launch.node_rank, "timeout": launch.timeout_s},
+        rdzv_endpoint=node.endpoint,
+        rdzv_configs={"rank": node.rank, "timeout": timeout_s},
         run_id="lctrain",
         max_restarts=0,
         monitor_interval=0.1,

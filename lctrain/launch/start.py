@@ -11,10 +11,11 @@ from lctrain.config.plain import save
 from lctrain.config.resolve import Resolved
 from lctrain.launch.elastic import run_node
 from lctrain.launch.local import run_ranks
+from lctrain.launch.place import Node
 
 
-def start(verb: str, resolved: Resolved, run_dir: Path | None) -> int:
-    """Start this machine's ranks of a resolved job and wait for them; returns the exit code.
+def start(verb: str, resolved: Resolved, run_dir: Path | None, *, node: Node | None = None) -> int:
+    """Start the ranks of a resolved job and wait for them; returns the exit code. node: start only this node's.
 
     The workers read the resolved config from a file, so no rank composes one of its own. The run
     directory is made by the first rank once everything it can check has been checked.
@@ -24,6 +25,7 @@ def start(verb: str, resolved: Resolved, run_dir: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="lctrain-") as folder:
         path = Path(folder) / "config.yaml"
         save(config, path)
-        if config.launch.nnodes > 1:
-            return run_node([verb, str(path)], config.launch, resolved.ranks_per_node)
+        if node is not None:
+            here = resolved.sizes.world // node.count
+            return run_node([verb, str(path)], node, here, timeout_s=config.launch.timeout_s)
         return run_ranks([verb, str(path)], resolved.sizes.world)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from lctrain.config.plain import load
+from lctrain.config.root import Device
 from lctrain.errors import EXIT_OK, LctrainError
 
 
@@ -36,6 +37,7 @@ def _plan(path: Path, ranks: int, device_type: str, name: str, memory: int) -> d
     from lctrain.plan.report import one_line
 
     config = load(path)
+    config.device = Device.cpu  # the job has the cards to itself
     if config.plan.device is not None:
         hardware = wanted(config)
     else:

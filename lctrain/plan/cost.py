@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +84,40 @@ def cost_of(
     moved = sum(_bytes(x) for x in inputs) + sum(_bytes(x) for x in made if not any(x is i for i in inputs))
     packet = func.overloadpacket
     flops = 0.0
-    if packet in flop_registry:
+    if packet in _WHOLE:
+        flops = _WHOLE[packet](*args)
+    elif packet in flop_registry:
         flops = float(flop_registry[packet](*args, out_val=out))
     dtype = inputs[0].dtype if inputs else made[0].dtype
     return Operation(phase, flops, moved, dtype)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Every row of `a` meets every column of `b`, in each of the matrices that broadcasting makes of them."""
+    columns = b.shape[-1] if b.ndim > 1 else 1
+    rows = a.shape[-2] if a.ndim > 1 else 1
+    return 2.0 * math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * rows * a.shape[-1] * columns
+
+
+def _matmul_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: Sequence[bool]) -> float:
+    return _matmul(a, b) * sum(wanted)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+    return 2.0 * x.numel() * weight.shape[0]
+
+
+def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]) -> float:
+    return _linear(x, weight) * sum(wanted[:2])
+
+
+# What torch_npu computes as one operation, and other devices as the products that torch's registry knows.
+_WHOLE: dict[Any, Callable[..., float]] = {
+    aten.matmul: _matmul,
+    aten.matmul_backward: _matmul_backward,
+    aten.linear: _linear,
+    aten.linear_backward: _linear_backward,
+}
 
 
 def _message(

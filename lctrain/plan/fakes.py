@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,24 @@ def fake_groups(ranks: int) -> Iterator[None]:
         for name in whoami:
             os.environ.pop(name)
         os.environ.update(before)
+
+
+@contextmanager
+def meta_models() -> Iterator[None]:
+    """Let accelerate make models on meta: in fake mode its parameters would stay where they began, on the CPU."""
+    from lctrain.train import language
+
+    original = language.build_meta
+
+    def build_meta(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return original(*args, **kwargs)
+
+    language.build_meta = build_meta  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        language.build_meta = original
 
 
 @contextmanager

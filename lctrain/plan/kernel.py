@@ -16,15 +16,17 @@ from lctrain.plan.trace import Trace
 
 
 class PlannedKernel:
-    """What a fused kernel of an accelerator leaves in memory: the output and the softmax statistics.
+    """What a fused kernel of an accelerator makes and leaves: the output and the log-sum-exp.
 
-    statistics: fp32 numbers a query and head kept for the backward (1: the log-sum-exp; npu_fusion_attention keeps
-    16, the softmax's maximum and sum eight times each).
+    statistics: fp32 numbers a query and head that its operator gives or takes (1: the log-sum-exp itself;
+    npu_fusion_attention has 16, the softmax's maximum and sum eight times each, from which the log-sum-exp is made).
+    mask_size: rows and columns of a mask that is made once, 0 for none.
     """
 
-    def __init__(self, *, statistics: int = 1) -> None:
+    def __init__(self, *, statistics: int = 1, mask_size: int = 0) -> None:
         self.name = "fused"
-        self._statistics = statistics
+        self._statistics, self._mask_size = statistics, mask_size
+        self._mask: torch.Tensor | None = None
 
     def available(self, device_type: str, dtype: torch.dtype) -> str | None:
         """Any accelerator has one."""
@@ -40,8 +42,13 @@ class PlannedKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shapes only."""
         heads, rows = q_THD.shape[1], q_THD.shape[0]
-        lse_HT = q_THD.new_empty(heads, rows, self._statistics, dtype=torch.float32)[..., 0]
-        return torch.empty_like(q_THD, memory_format=torch.contiguous_format), lse_HT
+        if self._mask_size and self._mask is None:
+            self._mask = q_THD.new_empty(self._mask_size, self._mask_size, dtype=torch.bool)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        statistics = self._operator_s(q_THD)
+        lse_HT = q_THD.new_empty(heads, rows, dtype=torch.float32)
+        del statistics
+        return out_THD, lse_HT
 
     def backward(
         self,
@@ -56,9 +63,15 @@ class PlannedKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Shapes only; fused backward kernels accumulate dq in fp32 while they run."""
         fp32 = torch.empty_like(q_THD, dtype=torch.float32) if q_THD.itemsize == 2 else None
+        statistics = self._operator_s(q_THD)
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD))
-        del fp32
+        del fp32, statistics
         return grads  # type: ignore[return-value]
+
+    def _operator_s(self, q_THD: torch.Tensor) -> torch.Tensor | None:
+        """The statistics as the operator lays them out, where that is not the log-sum-exp."""
+        shape = q_THD.shape[1], q_THD.shape[0], self._statistics
+        return q_THD.new_empty(shape, dtype=torch.float32) if self._statistics > 1 else None
 
 
 class CountedKernel:

@@ -19,7 +19,10 @@ ASSUMPTIONS = ("matmul_efficiency", "attention_efficiency", "memory_efficiency",
 
 @dataclass(frozen=True)
 class Plan:
-    """reserve: bytes the device gives away before and between tensors, by what takes them. how: traced, or derived."""
+    """reserve: bytes the device gives away before and between tensors, by what takes them.
+
+    how: traced, or derived from traces of fewer layers. traced_on: whose fake tensors, cpu or npu.
+    """
 
     config: TrainConfig
     hardware: Hardware
@@ -33,6 +36,7 @@ class Plan:
     units: float
     flops: float
     how: str
+    traced_on: str
 
     @property
     def peak_bytes(self) -> int:
@@ -89,6 +93,7 @@ class Plan:
             "breakdown": self.peak.by_category | self.reserve,
             "by_hand": asdict(self.hand),
             "how": self.how,
+            "traced_on": self.traced_on,
             "step_time_s": self.time.step_s,
             f"{self.unit}_per_s": self.units_per_s,
             "mfu": self.mfu,
@@ -140,6 +145,7 @@ def assemble(
         units=simulation.units,
         flops=flops,
         how=how,
+        traced_on=simulation.traced_on,
     )
 
 

@@ -35,7 +35,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{config.recipe or 'job'}: {plan.parameters / 1e9:.2f}B parameters, parallel={config.parallel.kind} ({axes}), "
         f"memory={config.memory.recompute.name}, precision {config.precision.kind}, on {sizes.world} x "
-        f"{plan.hardware.title}; {plan.how}"
+        f"{plan.hardware.title}; {plan.how}{' with npu tensors' if plan.traced_on == 'npu' else ''}"
     )
     yield f"batch: {_batch(plan)}"
     yield ""

@@ -23,17 +23,19 @@ from lctrain.config.parallel import FsdpConfig, Zero3OffloadConfig
 from lctrain.config.resolve import Resolved
 from lctrain.config.root import Device, TrainConfig
 from lctrain.engines.native import NativeEngine
+from lctrain.errors import DeviceError
 from lctrain.ops.attention.interface import Kernel
+from lctrain.ops.attention.npu import MASK_SIZE, NpuKernel
 from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.shards import full_shape
 from lctrain.parallel.offload import HostInputs
 from lctrain.plan.cost import Operation
-from lctrain.plan.fakes import alone_in_deepspeed, fake_groups, movable_modules, real_meshes
+from lctrain.plan.fakes import alone_in_deepspeed, fake_groups, meta_models, movable_modules, real_meshes
 from lctrain.plan.job import build, make_batch, run_step, without_data
 from lctrain.plan.kernel import CountedKernel, PlannedKernel
 from lctrain.plan.marks import HOST, mark_gradients, mark_state
 from lctrain.plan.trace import Event, Trace
-from lctrain.runtime.device import planned
+from lctrain.runtime.device import Accelerator, choose, planned
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.process import Ranks
 from lctrain.train.session import Session
@@ -49,7 +51,7 @@ class Simulation:
 
     micro_steps: how many of them were traced. parameters, trained: numbers of the whole model. units: tokens or
     images of one global batch; flops: of one global batch, without recomputation. on_host: categories that lie in
-    host memory.
+    host memory. traced_on: whose fake tensors they were, cpu or npu.
     """
 
     resolved: Resolved
@@ -62,21 +64,28 @@ class Simulation:
     units: float
     flops: float
     on_host: frozenset[str]
+    traced_on: str
 
 
 def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
-    """Trace rank 0 of `ranks`. The process must have no process group. Raises ConfigError, ModelError."""
+    """Trace rank 0 of `ranks`. The process must have no process group.
+
+    Fake tensors are the CPU's, or an NPU's where that is planned for and one is here (unless device=cpu): then the
+    attention is torch_npu's own operator. Raises ConfigError, ModelError; DeviceError when device=npu has none.
+    """
+    accelerator = _npu_at_hand(config.device) if hardware.type == "npu" else None
     config = without_data(config, ranks)
     config.device = Device.cpu
     session = Session(config, Ranks(0, ranks, 0, ranks, "lctrain"), dist.HashStore(), StopFlag())
     session.log = lambda line: None  # type: ignore[assignment]
+    session.device = accelerator or session.device
     with ExitStack() as stack:
         stack.enter_context(_hushed())
         stack.enter_context(fake_groups(ranks))
         stack.enter_context(planned(hardware.type))
         mesh = Mesh(session.resolved.sizes, session.device)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        for patch in (movable_modules(fake), real_meshes(), alone_in_deepspeed(config.parallel)):
+        for patch in (meta_models(), movable_modules(fake), real_meshes(), alone_in_deepspeed(config.parallel)):
             stack.enter_context(patch)
         trace = stack.enter_context(Trace())
         stack.enter_context(_host_inputs(hardware, trace))
@@ -107,7 +116,20 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
         units=work.units * copies,
         flops=work.flops * copies,
         on_host=_on_host(config, hardware),
+        traced_on=session.device.type,
     )
+
+
+def _npu_at_hand(device: Device) -> Accelerator | None:
+    """The first card, if fake tensors are to be its. Raises DeviceError when it is asked for and there is none."""
+    if device in (Device.cpu, Device.cuda):
+        return None
+    try:
+        return choose(Device.npu, 0, 1)
+    except DeviceError:
+        if device is Device.npu:
+            raise
+        return None
 
 
 @contextmanager
@@ -136,8 +158,10 @@ def _whole_size(parameter: torch.Tensor) -> int:
 def _kernel(session: Session, hardware: Hardware) -> Kernel:
     asked = session.config.language_model.attention
     if hardware.type == "cpu" or asked is AttentionKernel.reference:
-        return select_kernel(asked, device_type="cpu", dtype=session.compute_dtype)
-    return PlannedKernel(statistics=hardware.softmax_statistics)
+        return select_kernel(asked, device_type=session.device.type, dtype=session.compute_dtype)
+    if session.device.type == "npu":
+        return NpuKernel()
+    return PlannedKernel(statistics=hardware.softmax_statistics, mask_size=MASK_SIZE if hardware.type == "npu" else 0)
 
 
 def _follow(layers: list[nn.Module], trace: Trace) -> None:

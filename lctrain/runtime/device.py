@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lctrain.config.hardware import hardware_called
 from lctrain.config.root import Device
 from lctrain.errors import DeviceError
+from lctrain.runtime import ascend
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,12 @@ class Accelerator:
 
     def activate(self) -> None:
         """Make this the process's current device."""
-        if self.type != "cpu":
-            self._module().set_device(self.index)
+        if self.type == "cpu":
+            return
+        self._module().set_device(self.index)
+        if self.type == "npu" and ascend.soc(self.name).compiles_online:
+            # Compiling each operator for each shape takes minutes; the prebuilt ones take any shape.
+            self._module().set_compile_mode(jit_compile=False)
 
     def synchronize(self) -> None:
         """Wait for queued work."""
@@ -93,23 +98,49 @@ class Accelerator:
         assert self.type != "cpu", "a resident set has no peak to reset"
         self._module().reset_peak_memory_stats()
 
+    def empty_cache(self) -> None:
+        """Give cached device memory back to the driver, for other processes and other allocators."""
+        if self.type != "cpu":
+            self._module().empty_cache()
+
     def total_memory_bytes(self) -> int:
         """Memory of the device; on cpu what the machine has available now."""
         if self.type != "cpu":
             return int(self._module().get_device_properties(self.index).total_memory)
         return host_memory_bytes()
 
+    def free_memory_bytes(self) -> int:
+        """Memory that nobody has taken now, on the device or on cpu of the machine."""
+        if self.type != "cpu":
+            return int(self._module().mem_get_info(self.index)[0])
+        return host_memory_bytes()
+
     def supports_bf16(self) -> bool:
-        """Whether bf16 arithmetic exists on the device."""
+        """Whether bf16 arithmetic exists on the device; what a V100 emulates in fp32 does not count."""
         if self.type == "cpu":
             return True
-        return bool(self._module().is_bf16_supported())
+        if self.type == "npu":
+            return ascend.soc(self.name).bf16
+        return bool(self._module().is_bf16_supported(including_emulation=False))
 
     def seed(self, value: int) -> None:
         """Seed the host's and the device's generators."""
         import torch
 
         torch.manual_seed(value)
+
+    def make_deterministic(self) -> None:
+        """From now on the same input gives the same bits, or an operation that cannot refuses with RuntimeError.
+
+        To be called before the first kernel and the first collective, which read the variables.
+        """
+        import torch
+
+        if self.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if self.type == "npu":
+            os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        torch.use_deterministic_algorithms(True)
 
     def _module(self) -> Any:
         """torch.cuda or torch.npu, which have no common type."""
@@ -145,12 +176,17 @@ def count(device_type: str) -> int | None:
     return int(torch.get_device_module(device_type).device_count())
 
 
+def wanted_type(device: Device) -> str:
+    """cuda, npu or cpu: what is asked for, or with auto what there is. Opens no device."""
+    return _detect() if device is Device.auto else device.name
+
+
 def choose(device: Device, local_rank: int, local_world_size: int) -> Accelerator:
     """This rank's device.
 
-    Raises DeviceError when the type is absent or there are more ranks than devices.
+    Raises DeviceError when the type is absent or cannot train, or there are more ranks than devices.
     """
-    device_type = _detect() if device is Device.auto else device.name
+    device_type = wanted_type(device)
     _load(device_type)
     devices = count(device_type)
     if devices == 0:
@@ -169,6 +205,8 @@ def choose(device: Device, local_rank: int, local_world_size: int) -> Accelerato
 def _detect() -> str:
     import torch
 
+    if ascend.transferred():  # it lets torch.cuda answer for npu
+        return "npu"
     current = torch.accelerator.current_accelerator(check_available=True)
     return current.type if current is not None and current.type in ("cuda", "npu") else "cpu"
 
@@ -178,12 +216,11 @@ def _load(device_type: str) -> None:
     import torch
 
     if device_type == "npu":
-        try:
-            import torch_npu  # noqa: F401
-        except ImportError as error:
-            raise DeviceError(
-                f"device=npu but torch_npu cannot be imported ({error}); install the torch_npu that "
-                f"matches torch {torch.__version__} and source CANN's set_env.sh, or use device=cpu"
-            ) from error
+        ascend.import_torch_npu(Device.npu)
+        module = torch.get_device_module("npu")
+        if module.device_count():
+            ascend.check_trains(module.get_device_name(0))
+    if device_type == "cuda" and ascend.transferred():
+        raise DeviceError("device=cuda but transfer_to_npu has put npu in its place; use device=npu")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device=cuda but torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")

@@ -21,7 +21,10 @@ STORE_FD = "LCTRAIN_STORE_FD"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. launcher: who started it (lctrain, torchrun, accelerate) or None for a lone process."""
+    """Who this process is.
+
+    launcher: who started it (lctrain, torchrun, accelerate, slurm, modelarts); None for a process that nobody did.
+    """
 
     rank: int = 0
     world_size: int = 1

@@ -18,17 +18,19 @@ from lctrain.models.attention import AttentionRouter
 from lctrain.models.build import set_first_weights
 from lctrain.models.causal_lm import CausalLM, causal_flops, decoder_layers
 from lctrain.models.materialize import materialize_empty
+from lctrain.models.npu_fused import fuse
 from lctrain.models.rope import verify_inv_freq
 from lctrain.objectives.causal_lm import CausalLMObjective
 from lctrain.ops.attention.interface import Kernel
 from lctrain.ops.attention.select import select_kernel
 from lctrain.ops.text_batch import TextBatch
 from lctrain.parallel.apply import apply_layout, attention_for
+from lctrain.runtime.device import acts_as
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.seed import weights_seed
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.evaluate import evaluate
-from lctrain.train.language_input import build_meta, read_model
+from lctrain.train.language_input import build_meta, check_fused, read_model
 from lctrain.train.session import Session
 from lctrain.train.weights import same_everywhere
 
@@ -109,6 +111,10 @@ def build_language(
     config, log = session.config, session.log
     hf_config = read_model(session)
     model = build_meta(session, hf_config)
+    check_fused(config.language_model, acts_as(mesh.device.torch_device))
+    # A plan for npu on tensors of another device counts the plain operators.
+    if config.language_model.npu_fused and mesh.device.type == "npu":
+        log(f"fused: {fuse(model)}")
     asked = config.language_model.attention
     if kernel is None:
         kernel = select_kernel(asked, device_type=mesh.device.type, dtype=session.compute_dtype)

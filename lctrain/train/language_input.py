@@ -6,10 +6,11 @@ from typing import Any, Literal, cast
 
 import transformers
 
-from lctrain.config.model import ModelInit
+from lctrain.config.model import CausalLMConfig, ModelInit
 from lctrain.data.prepare import open_prepared, prepare
 from lctrain.data.prepared import PreparedData
 from lctrain.data.tokenizer import check_fits, load_tokenizer
+from lctrain.errors import DeviceError
 from lctrain.models.build import build_model
 from lctrain.models.causal_lm import CausalLM, decoder_layers
 from lctrain.models.check import read_config
@@ -40,6 +41,7 @@ class LanguageInput:
         hf_config = read_model(session)
         tokenizer = load_tokenizer(self._data.tokenizer, model.path, trust_remote_code=model.trust_remote_code)
         check_fits(tokenizer, hf_config.vocab_size)
+        check_fused(model, session.device.type)
         select_kernel(model.attention, device_type=session.device.type, dtype=session.compute_dtype)
         if model.init is ModelInit.pretrained:
             assert model.path is not None
@@ -80,6 +82,15 @@ class LanguageInput:
     def notes(self) -> list[str]:
         """Further lines for the log."""
         return []
+
+
+def check_fused(model: CausalLMConfig, device_type: str) -> None:
+    """Raise DeviceError when Ascend's fused operators are asked for on another device."""
+    if model.npu_fused and device_type != "npu":
+        raise DeviceError(
+            f"model.npu_fused=true but the device is {device_type}, which has none of Ascend's fused operators; set "
+            "model.npu_fused=false or device=npu"
+        )
 
 
 def read_model(session: Session) -> Any:

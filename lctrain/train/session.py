@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lctrain.config.parallel import ZeroConfig
 from lctrain.config.precision import Bf16Config, Fp16Config
 from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
 from lctrain.engines.build import check_engine
 from lctrain.errors import DeviceError
-from lctrain.runtime.device import Accelerator, choose, host_memory_bytes
+from lctrain.runtime.device import Accelerator, choose, host_memory_bytes, wanted_type
+from lctrain.runtime.environment import prepare_environment
 from lctrain.runtime.mesh import Mesh
+from lctrain.runtime.overflow import overflow_flag
 from lctrain.runtime.process import Ranks, start_groups
 from lctrain.train.callbacks.build import check_logs
 from lctrain.train.gate import first_on_node, share
@@ -46,6 +49,7 @@ class Session:
             self.config, world_size=self.ranks.world_size, launcher=self.ranks.launcher or "lctrain"
         )
         self.log = Log(speaks=self.ranks.is_main)
+        self.environment = prepare_environment(wanted_type(self.config.device), self.config.launch.timeout_s)
         self.device: Accelerator = choose(self.config.device, self.ranks.local_rank, self.ranks.local_world_size)
 
     @property
@@ -66,7 +70,17 @@ class Session:
     def check(self) -> None:
         """Everything that can be refused without weights, data or other ranks."""
         if isinstance(self.config.precision, Bf16Config) and not self.device.supports_bf16():
-            raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16; use precision=fp16")
+            raise DeviceError(f"precision=bf16 but {self.device.name} has no bf16 arithmetic; use precision=fp16")
+        if (
+            isinstance(self.config.precision, Fp16Config)
+            and isinstance(self.config.parallel, ZeroConfig)
+            and overflow_flag(self.device) is not None
+        ):
+            raise DeviceError(
+                f"precision=fp16 with parallel={self.config.parallel.kind} on {self.device.name}: there an fp16 "
+                "overflow gives no infinity, and DeepSpeed looks for nothing else; choose parallel=fsdp, fsdp_sp or "
+                "fsdp_cp"
+            )
         check_engine(self.resolved)
         check_logs(self.config.logging)
         self.input.check()
@@ -113,6 +127,8 @@ class Session:
 
     def connect(self) -> Mesh:
         """Create process groups and the mesh."""
+        if self.config.deterministic:
+            self.device.make_deterministic()
         self.device.activate()
         start_groups(self.ranks, self.store, self.device, self.config.launch.timeout_s)
         return Mesh(self.resolved.sizes, self.device)
@@ -131,10 +147,10 @@ class Session:
         )
         for line in self.input.notes:
             self.log(line)
-        self.log(
-            f"timeouts: collectives {self.config.launch.timeout_s} s, data preparation "
-            f"{self.config.launch.prepare_timeout_s} s"
-        )
+        for line in self.environment.lines():
+            self.log(line)
+        launch = self.config.launch
+        self.log(self.environment.timeouts(launch.timeout_s, launch.prepare_timeout_s))
 
 
 def versions() -> dict[str, str]:

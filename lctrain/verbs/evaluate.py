@@ -9,8 +9,8 @@ from lctrain.config.compose import compose_config
 from lctrain.config.data import DocumentsConfig
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, ConfigError
+from lctrain.launch.find import find_place
 from lctrain.launch.start import start
-from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import default_run_dir
 from lctrain.verbs.saved import saved_config, take
 from lctrain.verbs.train import resolve_for, show
@@ -26,14 +26,14 @@ def run(command: Any) -> int:
             "nothing to evaluate on: data.held_out is 0 and data.eval_path is not set; give "
             "data.eval_path=PATH, or the data.held_out the run was trained with"
         )
-    ranks = read_ranks()
-    resolved = resolve_for(config, ranks)
-    if ranks.launcher is not None:
+    place = find_place(config.launch)
+    resolved = resolve_for(config, place)
+    if place.ranks.launcher is not None:
         from lctrain.worker import work
 
-        return work("evaluate", config, ranks)
+        return work("evaluate", config, place.ranks)
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
-    code = start("evaluate", resolved, run_dir)
+    code = start("evaluate", resolved, run_dir, node=place.node)
     if code == EXIT_OK:
         print(f"run dir: {run_dir}", flush=True)
     return code

@@ -16,6 +16,7 @@ from lctrain.config.compose import conf_dir, explain, options, to_config
 from lctrain.config.registry import register
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, ConfigError, LctrainError
+from lctrain.launch.find import find_place
 from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import read_summary
 
@@ -45,10 +46,7 @@ def sweep(command: Any) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     if read_ranks().launcher is not None:
-        raise ConfigError(
-            "-m starts whole jobs and cannot run inside torchrun or accelerate launch; start it with "
-            "python -m lctrain -m"
-        )
+        raise _inside("torchrun or accelerate launch")
     register()
     overrides = [o for o in command.overrides if not o.startswith("run_dir=")]
     root = next((o.split("=", 1)[1] for o in command.overrides if o.startswith("run_dir=")), None)
@@ -76,6 +74,10 @@ def sweep(command: Any) -> int:
         _forget_unused(Path(folder))
     print(f"sweep dir: {folder}", flush=True)
     return EXIT_OK
+
+
+def _inside(launcher: str) -> ConfigError:
+    return ConfigError(f"-m starts whole jobs and cannot run inside {launcher}; start it with python -m lctrain -m")
 
 
 def _forget_unused(folder: Path) -> None:
@@ -116,7 +118,10 @@ def _run(raw: Any) -> float:
 
     config = _own(raw)
     assert config.run_dir is not None
-    code = run_config("train", config, read_ranks())
+    place = find_place(config.launch)
+    if place.ranks.launcher is not None:
+        raise _inside(f"ranks that {place.ranks.launcher} started")
+    code = run_config("train", config, place)
     if code != EXIT_OK:
         raise JobFailed(f"the job in {config.run_dir} ended with exit code {code}; the sweep stops here", code)
     loss = read_summary(Path(config.run_dir))["last_loss"]

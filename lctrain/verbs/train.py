@@ -12,8 +12,9 @@ from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_BUG, EXIT_OK, EXIT_USER, ConfigError
 from lctrain.launch.accelerate_env import check_accelerate
+from lctrain.launch.find import find_place
+from lctrain.launch.place import Place
 from lctrain.launch.start import start
-from lctrain.runtime.process import Ranks, read_ranks
 from lctrain.train.run_dir import check_free, default_run_dir
 
 
@@ -26,7 +27,7 @@ def run(command: Any) -> int:
     config = compose_config(command.overrides, config_dir=command.config_dir)
     if command.show_config:
         return show(config)
-    return run_config("train", config, read_ranks())
+    return run_config("train", config, find_place(config.launch))
 
 
 def check_no_question(config: TrainConfig) -> None:
@@ -51,27 +52,31 @@ def show(config: TrainConfig) -> int:
     return EXIT_OK
 
 
-def resolve_for(config: TrainConfig, ranks: Ranks) -> Resolved:
-    """Cross-field checks against whoever started this process. Raises ConfigError."""
+def resolve_for(config: TrainConfig, place: Place) -> Resolved:
+    """Cross-field checks against whoever started this process; says what a platform's variables became.
+
+    Raises ConfigError.
+    """
     check_no_question(config)
-    external = ranks.launcher is not None
-    resolved = resolve(config, world_size=ranks.world_size if external else None, launcher=ranks.launcher or "lctrain")
-    if ranks.launcher == "accelerate":
+    resolved = resolve(config, world_size=place.world_size, launcher=place.starter)
+    if place.starter == "accelerate":
         check_accelerate(config, resolved.sizes, os.environ)
+    if place.note is not None:
+        print(f"launch: {place.note}", flush=True)
     return resolved
 
 
-def run_config(verb: str, config: TrainConfig, ranks: Ranks) -> int:
+def run_config(verb: str, config: TrainConfig, place: Place) -> int:
     """Run a typed config: as one of an external launcher's ranks, or by starting ranks."""
-    resolved = resolve_for(config, ranks)
-    if config.run_dir is not None and ranks.is_main:
+    resolved = resolve_for(config, place)
+    if config.run_dir is not None and place.ranks.is_main:
         check_free(Path(config.run_dir), config.checkpoint.resume)
-    if ranks.launcher is not None:
+    if place.ranks.launcher is not None:
         from lctrain.worker import work
 
-        return work(verb, config, ranks)
+        return work(verb, config, place.ranks)
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
-    code = start(verb, resolved, run_dir)
+    code = start(verb, resolved, run_dir, node=place.node)
     # On several nodes the first one speaks; after a refusal there is no directory to name.
     if code not in (EXIT_USER, EXIT_BUG) or run_dir.is_dir():
         print(f"run dir: {run_dir}", flush=True)

@@ -12,8 +12,8 @@ from lctrain.config.model import CausalLMConfig
 from lctrain.config.resolve import check_required
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
+from lctrain.launch.find import find_place
 from lctrain.launch.start import start
-from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import default_run_dir
 from lctrain.verbs.train import resolve_for, show
 
@@ -23,14 +23,14 @@ def run(command: Any) -> int:
     config = shrink(compose_config(command.overrides, config_dir=command.config_dir))
     if command.show_config:
         return show(config)
-    ranks = read_ranks()
-    resolved = resolve_for(config, ranks)
-    if ranks.launcher is not None:
+    place = find_place(config.launch)
+    resolved = resolve_for(config, place)
+    if place.ranks.launcher is not None:
         from lctrain.worker import work
 
-        return work("verify", config, ranks)
+        return work("verify", config, place.ranks)
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(f"{config.recipe}-verify")
-    code = start("verify", resolved, run_dir)
+    code = start("verify", resolved, run_dir, node=place.node)
     if code in (EXIT_OK, EXIT_NO):
         print(f"run dir: {run_dir}", flush=True)
     return code

@@ -193,6 +193,10 @@ def test_bad_records_can_be_skipped_and_are_counted(here: Path, words: list[str]
     assert "rows.jsonl:2" in said
 
 
+def test_operators_of_another_device(first_rank: Refused) -> None:
+    assert "model.npu_fused=true but the device is cpu, " in first_rank("model.npu_fused=true")
+
+
 def test_a_tokenizer_that_does_not_fit(first_rank: Refused) -> None:
     text = first_rank("model.architecture.vocab_size=128")
     assert "128" in text

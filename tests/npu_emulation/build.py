@@ -2,7 +2,7 @@
 
     python tests/npu_emulation/build.py      # prints the environment to export
 
-Kept under the user's cache and named after the sources, so that a change builds anew and nothing else does.
+Kept under the user's cache and named after what they are made from, so that a change builds anew and nothing else does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,34 +37,48 @@ class Unavailable(Exception):
     """Why there can be no emulation on this machine."""
 
 
-def build() -> Path:
-    """The folder of the built emulation, with `site` (Python packages) and `lib`. Raises Unavailable."""
+@dataclass(frozen=True)
+class Built:
+    """packages: the folder with torch_npu. home: the folder with the stand-in libraries in `lib`."""
+
+    packages: Path
+    home: Path
+
+    def variables(self) -> dict[str, str]:
+        """What a process needs to see the emulated cards, two by default."""
+        return {
+            "EMULATED_NPU_HOME": str(self.home),
+            "LD_LIBRARY_PATH": str(self.home / "lib"),
+            "ASCEND_HOME_PATH": str(self.home),
+            "ASCEND_OPP_PATH": str(self.home / "opp"),
+            "TASK_QUEUE_ENABLE": "0",  # operators run where they are called: the queue's thread knows nothing of Python
+            "PYTHONPATH": f"{HERE / 'site'}{os.pathsep}{self.packages}",
+        }
+
+
+def build() -> Built:
+    """Both folders, made where they are not there yet. Raises Unavailable."""
+    _check()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lctrain-npu-emulation"
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    return Built(
+        packages=_once(cache / f"torch_npu-{VERSION}-{tag}", _install),
+        home=_once(cache / f"libraries-{_digest()}", _compile),
+    )
+
+
+def _once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, made by one process while others wait, and anew when it was left half made."""
     from filelock import FileLock
 
-    _check()
-    folder = _cache() / _key()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            _compile(folder / "lib")
-            _install(folder / "site")
-            for name in ("home/opp", "home/runtime", "home/compiler"):
-                (folder / name).mkdir(parents=True)
+            folder.mkdir()
+            make(folder)
             (folder / "complete").touch()
     return folder
-
-
-def variables(folder: Path) -> dict[str, str]:
-    """What a process needs to see the emulated cards, two by default."""
-    return {
-        "EMULATED_NPU_HOME": str(folder),
-        "LD_LIBRARY_PATH": str(folder / "lib"),
-        "ASCEND_HOME_PATH": str(folder / "home"),
-        "ASCEND_OPP_PATH": str(folder / "home" / "opp"),
-        "TASK_QUEUE_ENABLE": "0",  # operators run where they are called: the queue's thread knows nothing of Python
-        "PYTHONPATH": str(folder / "site"),
-    }
 
 
 def _check() -> None:
@@ -76,32 +92,28 @@ def _check() -> None:
         raise Unavailable("the stand-in libraries need g++ on Linux")
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lctrain-npu-emulation"
-
-
-def _key() -> str:
-    digest = hashlib.sha256(f"{VERSION} {sys.version_info[:2]} {' '.join(_FLAGS)}".encode())
-    for path in sorted([*HERE.glob("native/*"), *HERE.glob("site/**/*.*"), Path(__file__)]):
-        if path.is_file():
-            digest.update(path.read_bytes())
+def _digest() -> str:
+    """Of everything the libraries are made from."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for path in [*sorted((HERE / "native").iterdir()), Path(__file__)]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    empty = folder / "empty.cpp"
+def _compile(home: Path) -> None:
+    for name in ("lib", "opp", "runtime", "compiler"):
+        (home / name).mkdir()
+    empty = home / "lib" / "empty.cpp"
     empty.touch()
     for name, sources in _LIBRARIES.items():
-        library = folder / f"lib{name}.so"
+        library = home / "lib" / f"lib{name}.so"
         files = [str(HERE / "native" / source) for source in sources] or [str(empty)]
         _run(["g++", *_FLAGS, f"-Wl,-soname,{library.name}", "-o", str(library), *files], "compiling")
 
 
-def _install(folder: Path) -> None:
-    shutil.copytree(HERE / "site", folder, ignore=shutil.ignore_patterns("__pycache__"))
+def _install(packages: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, "--no-deps", "--target", str(folder), f"torch_npu=={VERSION}"], "installing torch_npu")
+    _run([*pip, "--no-deps", "--target", str(packages), f"torch_npu=={VERSION}"], "installing torch_npu")
 
 
 def _run(command: list[str], what: str) -> None:
@@ -111,5 +123,5 @@ def _run(command: list[str], what: str) -> None:
 
 
 if __name__ == "__main__":
-    for name, value in variables(build()).items():
+    for name, value in build().variables().items():
         print(f"export {name}={value}")

@@ -19,12 +19,12 @@ from tests.support.ranks import RankPool, pool
 class Emulation:
     """python: an interpreter that, in `environment()`, has torch_npu and two emulated cards."""
 
-    folder: Path
+    built: build.Built
     python: Path = Path(sys.executable)
 
     def variables(self) -> dict[str, str]:
         """What the emulation adds to an environment; this checkout comes first on the path."""
-        found = build.variables(self.folder)
+        found = self.built.variables()
         return found | {"PYTHONPATH": f"{ROOT}{os.pathsep}{found['PYTHONPATH']}"}
 
     def environment(self, **extra: str) -> dict[str, str]:
@@ -32,9 +32,9 @@ class Emulation:
         whole = environment(**self.variables()) | extra
         return {name: value for name, value in whole.items() if value}
 
-    def ranks(self, size: int) -> RankPool:
+    def ranks(self, size: int, **extra: str) -> RankPool:
         """A pool of processes with a card each and hccl between them."""
-        return pool(size, device="npu", environment=self.variables())
+        return pool(size, device="npu", environment=self.variables() | extra)
 
     def lctrain(self, *words: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run `python -m lctrain WORDS` to its end."""

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(("ACCELERATE_", "LCTRAIN_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"))
+        if not k.startswith(
+            ("ACCELERATE_", "LCTRAIN_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "MA_", "VC_")
+        )
     }
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
@@ -68,11 +70,15 @@ def end(process: subprocess.Popen[Any]) -> None:
 class Running:
     """A command that still runs; its output goes to files, so that it never waits for a reader."""
 
-    def __init__(self, *words: str, cwd: Path, name: str = "command") -> None:
+    def __init__(self, *words: str, cwd: Path, name: str = "command", env: Mapping[str, str] | None = None) -> None:
         self._out, self._err = (cwd / f"{name}.{kind}" for kind in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lctrain", *unplanned(words)], cwd=cwd, env=environment(), stdout=out, stderr=err
+                [sys.executable, "-m", "lctrain", *unplanned(words)],
+                cwd=cwd,
+                env=environment(**env or {}),
+                stdout=out,
+                stderr=err,
             )
 
     @property

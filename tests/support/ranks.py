@@ -132,14 +132,15 @@ def _rank_main(rank: int, size: int, port: int, pipe: Any, device: str) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[Any, RankPool] = {}
 
 
 def pool(size: int, *, device: str = "cpu", environment: Mapping[str, str] | None = None) -> RankPool:
-    """The session's pool of `size` ranks on a type of device."""
-    if (size, device) not in _pools:
-        _pools[size, device] = RankPool(size, device=device, environment=environment)
-    return _pools[size, device]
+    """The session's pool of `size` ranks on a type of device, in an environment."""
+    key = (size, device, tuple(sorted((environment or {}).items())))
+    if key not in _pools:
+        _pools[key] = RankPool(size, device=device, environment=environment)
+    return _pools[key]
 
 
 def stop_all() -> None:

@@ -50,14 +50,14 @@ def one_step(language: Any, step: int) -> tuple[float, float]:
 
 def parameters_of(language: Any) -> dict[str, Any]:
     """Whole parameters by name, as numpy."""
-    return {name: full(p).float().numpy() for name, p in language.model.named_parameters()}
+    return {name: full(p).float().cpu().numpy() for name, p in language.model.named_parameters()}
 
 
 def optimizer_state_of(language: Any) -> dict[str, Any]:
     """Whole optimizer state by parameter name and key, as numpy."""
     state = language.engine.optimizer.state
     return {
-        f"{name}.{key}": full(value).numpy()
+        f"{name}.{key}": full(value).cpu().numpy()
         for name, p in language.model.named_parameters()
         for key, value in state.get(p, {}).items()
     }

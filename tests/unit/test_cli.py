@@ -100,6 +100,31 @@ def test_ctrl_c_while_composing(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_torch_that_cannot_bring_torch_npu_along_is_the_users_to_mend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(words: list[str]) -> Command:
+        error = RuntimeError("Failed to load the backend extension: torch_npu. You can disable extension auto-loading")
+        raise error from ImportError("libhccl.so: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(cli, "parse", plan)
+    assert cli.main(["plan"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: device=auto but torch_npu cannot be imported (libhccl.so of CANN is not found); source"
+    )
+    assert line.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run on cuda or cpu without it")
+
+
+def test_any_other_runtime_error_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> Command:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "parse", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["plan"])
+
+
 def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from lctrain.config.compose import compose_config
     from lctrain.config.plain import load

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lctrain import worker
-from lctrain.errors import DataError, TrainingStopped
+from lctrain.config.root import Device
+from lctrain.errors import DataError, DeviceError, TrainingStopped
 from lctrain.runtime.process import Ranks
 from lctrain.train.gate import PeerFailed
 from tests.support.tiny import tiny_config
@@ -102,3 +104,26 @@ def test_the_session_gets_the_config_and_a_stop_flag_that_hears_signals(play: An
         return 75 if session.stop.requested else 1
 
     assert play(rank_main) == 75
+
+
+def test_memory_that_ran_out_is_the_users_to_mend_and_has_no_traceback(
+    play: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of")
+    assert play(failing(error), rank=1) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1 ran out of host memory: 20.00 GiB could not be had")
+    assert "parallel=fsdp_sp" in said
+    assert "Traceback" not in said
+    assert play(failing(error)) == 76
+
+
+def test_a_torch_that_cannot_be_imported_is_said_once_on_each_machine(
+    play: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: Device) -> None:
+        raise DeviceError("source set_env.sh")
+
+    monkeypatch.setattr(worker, "import_torch", refuse)
+    assert [play(lambda session: 0, rank=rank) for rank in (1, 0)] == [76, 2]
+    assert capsys.readouterr().err == "error: source set_env.sh\n"

@@ -27,7 +27,8 @@ _MAX_HEADS, _MAX_HEAD_DIM = 256, 768
 _STATISTICS = 8
 _DENSE, _CAUSAL = 0, 3
 """Sparse modes: everything; right-down causal, with the compressed mask."""
-_MASK_SIZE = 2048
+MASK_SIZE = 2048
+"""Rows and columns of the compressed causal mask, a byte each."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -35,6 +36,10 @@ class NpuKernel:
     """npu_fusion_attention, native GQA."""
 
     name = "npu"
+
+    def __init__(self) -> None:
+        # One for every length and every call on a device. The kernel's own, for a plan has masks without values.
+        self._masks: dict[torch.device, torch.Tensor] = {}
 
     def available(self, device_type: str, dtype: torch.dtype) -> str | None:
         """Needs an NPU and torch_npu."""
@@ -63,7 +68,7 @@ class NpuKernel:
         for call in _calls(documents, kv_documents or documents, causal=causal):
             q, k, v = call.queries(q_THD), call.keys(k_TKD), call.keys(v_TKD)
             out, top, total, *_ = _ops().npu_fusion_attention(
-                q, k, v, q_THD.shape[1], call.layout, scale=scale, **call.arguments(q_THD.device)
+                q, k, v, q_THD.shape[1], call.layout, scale=scale, **self._arguments(call, q_THD.device)
             )
             outs.append(out.view(-1, *out.shape[-2:]))
             lses.append(call.rows_last(top[..., 0] + total[..., 0].log()))
@@ -90,12 +95,31 @@ class NpuKernel:
             found = _ops().npu_fusion_attention_grad(
                 call.queries(q_THD), call.keys(k_TKD), call.keys(v_TKD), call.queries(grad_out_THD).contiguous(),
                 q_THD.shape[1], call.layout, softmax_max=top, softmax_sum=torch.ones_like(top),
-                attention_in=call.queries(out_THD), scale_value=scale, **call.arguments(q_THD.device),
+                attention_in=call.queries(out_THD), scale_value=scale, **self._arguments(call, q_THD.device),
             )  # fmt: skip
             for parts, grad in zip(grads, found, strict=False):
                 parts.append(grad.view(-1, *grad.shape[-2:]))
         dq, dk, dv = (joined(parts, dim=0) for parts in grads)
         return dq, dk, dv
+
+    def _arguments(self, call: _Call, device: torch.device) -> dict[str, Any]:
+        """Mask and lengths. A sparse mode without its mask would be ignored, and attention silently full."""
+        given: dict[str, Any] = {"sparse_mode": _CAUSAL if call.causal else _DENSE}
+        if call.causal:
+            given["atten_mask"] = self._mask(device)
+        if call.layout == "TND":
+            given |= {
+                "actual_seq_qlen": list(call.q_ends),
+                "actual_seq_kvlen": list(call.k_ends),
+                "softmax_layout": "TND",
+            }
+        return given
+
+    def _mask(self, device: torch.device) -> torch.Tensor:
+        """The compressed causal mask, 1 where masked."""
+        if device not in self._masks:
+            self._masks[device] = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
+        return self._masks[device]
 
 
 @dataclass(frozen=True)
@@ -130,19 +154,6 @@ class _Call:
         rows = lse_HT[:, self.q_rows]
         rows = rows[None] if self.layout == "BSND" else rows.transpose(0, 1)
         return rows.unsqueeze(-1).expand(*rows.shape, _STATISTICS).contiguous()
-
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Mask and lengths. A sparse mode without its mask would be ignored, and attention silently full."""
-        given: dict[str, Any] = {"sparse_mode": _CAUSAL if self.causal else _DENSE}
-        if self.causal:
-            given["atten_mask"] = _mask(device)
-        if self.layout == "TND":
-            given |= {
-                "actual_seq_qlen": list(self.q_ends),
-                "actual_seq_kvlen": list(self.k_ends),
-                "softmax_layout": "TND",
-            }
-        return given
 
 
 @lru_cache(maxsize=64)
@@ -198,12 +209,6 @@ def _check(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> Non
             f"most {_MAX_HEAD_DIM} dimensions, not {heads} over {kv_heads} of {head_dim}; use "
             "model.attention=reference"
         )
-
-
-@lru_cache(maxsize=16)
-def _mask(device: torch.device) -> torch.Tensor:
-    """The compressed causal mask, 1 where masked: one for every length and every call on a device."""
-    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
 def _ops() -> Any:

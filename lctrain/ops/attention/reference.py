@@ -12,11 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+from lctrain.config.language_checks import REFERENCE_ROWS
 from lctrain.ops.attention.documents import Documents
 from lctrain.ops.attention.runs import Run, runs
-
-_ROWS = 1024
-"""Queries at a time, so that scores take M * _ROWS instead of M * L."""
 
 
 class ReferenceKernel:
@@ -111,7 +109,8 @@ def _run(
 
 
 def _blocks(length: int) -> Iterator[slice]:
-    return (slice(start, min(start + _ROWS, length)) for start in range(0, length, _ROWS))
+    """Queries at a time, so that scores take M * REFERENCE_ROWS instead of M * L."""
+    return (slice(start, min(start + REFERENCE_ROWS, length)) for start in range(0, length, REFERENCE_ROWS))
 
 
 def _scores(q_nKGLD: torch.Tensor, k_nKMD: torch.Tensor, rows: slice, *, scale: float, causal: bool) -> torch.Tensor:

@@ -40,11 +40,15 @@ def select_kernel(name: AttentionKernel, device_type: str, dtype: torch.dtype) -
     if name is AttentionKernel.auto:
         kernels = [_KERNELS[kind]() for kind in _AUTO]
         return next(kernel for kernel in kernels if kernel.available(device_type, dtype) is None)
-    kernel = _KERNELS[name]()
-    reason = kernel.available(device_type, dtype)
+    reason = why_not(name, device_type, dtype)
     if reason is not None:
         raise ConfigError(
             f"model.attention={name.name} cannot run: {reason}; "
             "use model.attention=auto for the fastest kernel that can"
         )
-    return kernel
+    return _KERNELS[name]()
+
+
+def why_not(name: AttentionKernel, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the kernel of that name cannot run on tensors of `dtype` on `device_type`; None when it can."""
+    return _KERNELS[name]().available(device_type, dtype)

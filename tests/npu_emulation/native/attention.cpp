@@ -29,6 +29,10 @@ struct View {
     int64_t row(int64_t b, int64_t t, int64_t h) const { return tensor->offset + b * batch + t * token + h * head; }
 };
 
+struct Span {
+    int64_t from, to;
+};
+
 struct Attention {
     Tensor q, k, v;
     bool has_mask = false;
@@ -48,7 +52,8 @@ struct Attention {
         return {&t, 0, t.strides[0], t.strides[1]};
     }
     Status check(const char* name);
-    bool sees(int64_t b, int64_t h, int64_t i, int64_t j, int64_t rows, int64_t columns) const;
+    Span span(int64_t i, int64_t rows, int64_t columns) const;
+    bool hidden(int64_t b, int64_t h, int64_t i, int64_t j) const;
 };
 
 struct Document {
@@ -102,19 +107,24 @@ Status Attention::check(const char* name) {
     return kOk;
 }
 
-bool Attention::sees(int64_t b, int64_t h, int64_t i, int64_t j, int64_t rows, int64_t columns) const {
+// Keys that the sparse mode lets query `i` see.
+Span Attention::span(int64_t i, int64_t rows, int64_t columns) const {
     const int64_t shift = columns - rows;
-    switch (sparse) {
-        case kLeftUpCausal: return j <= i;
-        case kRightDownCausal: return j <= i + shift;
-        case kBand: return j <= i + shift + after && j >= i + shift - before;
-    }
-    if (!has_mask) return true;
+    int64_t from = 0, to = columns;
+    if (sparse == kLeftUpCausal) to = i + 1;
+    if (sparse == kRightDownCausal) to = i + shift + 1;
+    if (sparse == kBand) from = i + shift - before, to = i + shift + after + 1;
+    return {std::max<int64_t>(from, 0), std::min(to, columns)};
+}
+
+// Whether a mask of its own hides key `j` from query `i`; the sparse modes' compressed mask hides nothing more.
+bool Attention::hidden(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (!has_mask || sparse >= kLeftUpCausal) return false;
     const int64_t index[] = {b, h, i, j};
     int64_t place = mask.offset;
     const size_t dims = mask.sizes.size();
     for (size_t dim = 0; dim < dims; dim++) place += mask.sizes[dim] == 1 ? 0 : index[4 - dims + dim] * mask.strides[dim];
-    return mask.get(place) == 0;
+    return mask.get(place) != 0;
 }
 
 // One head of one document, rows contiguous.
@@ -159,15 +169,16 @@ void forward(const Attention& a, const Tensor& maxima, const Tensor& sums, const
             const auto values = rows_of(v, doc.batch, doc.k_start, doc.columns, kv_head, a.value_dim);
             std::vector<float> scores(doc.columns), row(a.value_dim);
             for (int64_t i = 0; i < doc.rows; i++) {
+                const Span span = a.span(i, doc.rows, doc.columns);
                 float top = kNothing;
-                for (int64_t j = 0; j < doc.columns; j++) {
-                    const bool seen = a.sees(doc.batch, head, i, j, doc.rows, doc.columns);
-                    scores[j] = seen ? a.scale * dot(&queries[i * a.head_dim], &keys[j * a.head_dim], a.head_dim) : kNothing;
+                for (int64_t j = span.from; j < span.to; j++) {
+                    const bool hidden = a.hidden(doc.batch, head, i, j);
+                    scores[j] = hidden ? kNothing : a.scale * dot(&queries[i * a.head_dim], &keys[j * a.head_dim], a.head_dim);
                     top = std::max(top, scores[j]);
                 }
                 double sum = 0;
                 std::fill(row.begin(), row.end(), 0.f);
-                for (int64_t j = 0; j < doc.columns; j++) {
+                for (int64_t j = span.from; j < span.to; j++) {
                     if (scores[j] == kNothing) continue;
                     const float weight = std::exp(scores[j] - top);
                     sum += weight;
@@ -201,8 +212,9 @@ void backward(const Attention& a, const Tensor& grad, const Tensor& maxima, cons
                 const float top = maxima.get(place), sum = sums.get(place);
                 if (!(sum > 0)) continue;
                 const float delta = dot(&grads[i * wide], &outs[i * wide], wide);
-                for (int64_t j = 0; j < doc.columns; j++) {
-                    if (!a.sees(doc.batch, head, i, j, doc.rows, doc.columns)) continue;
+                const Span span = a.span(i, doc.rows, doc.columns);
+                for (int64_t j = span.from; j < span.to; j++) {
+                    if (a.hidden(doc.batch, head, i, j)) continue;
                     const float score = a.scale * dot(&queries[i * dim], &keys[j * dim], dim);
                     const float weight = std::exp(score - top) / sum;
                     const float ds = a.scale * weight * (dot(&grads[i * wide], &values[j * wide], wide) - delta);

@@ -20,12 +20,33 @@ from torch.utils._pytree import tree_map
 NPU, CPU = "npu", torch.device("cpu")
 
 # Views and allocations, which torch_npu does right on host memory; a CPU result could not be given back.
-_OWN = frozenset(
-    """_conj _has_compatible_shallow_copy_type _neg_view _pin_memory _reshape_alias alias as_strided detach
-    empty.memory_format empty_strided is_pinned native_dropout_backward_npu pin_memory record_stream resize_ set_
-    set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor storage_offset unfold unsafe_chunk view
-    view_as_complex view_as_real""".split()
-)
+_OWN = {
+    "_conj",
+    "_has_compatible_shallow_copy_type",
+    "_neg_view",
+    "_pin_memory",
+    "_reshape_alias",
+    "alias",
+    "as_strided",
+    "detach",
+    "empty.memory_format",
+    "empty_strided",
+    "is_pinned",
+    "native_dropout_backward_npu",
+    "pin_memory",
+    "record_stream",
+    "resize_",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "storage_offset",
+    "unfold",
+    "unsafe_chunk",
+    "view",
+    "view_as_complex",
+    "view_as_real",
+}
 _libraries: list[torch.library.Library] = []
 _saturated = False
 
@@ -114,6 +135,18 @@ class _Call:
             alias(made).copy_(result)
         return made
 
+    def saturate(self, result: Any) -> None:
+        """Numbers instead of fp16 infinities, and the flag; a view is no result, and may show memory nobody wrote."""
+        global _saturated
+        if not isinstance(result, torch.Tensor) or result.dtype is not torch.float16 or not result.numel():
+            return
+        where = result.untyped_storage().data_ptr()
+        shared = [on_cpu for on_cpu, _ in self.aliases if on_cpu.untyped_storage().data_ptr() == where]
+        if (not shared or any(result is on_cpu for on_cpu in shared)) and bool(result.isinf().any()):
+            limit = torch.finfo(torch.float16).max
+            result.clamp_(-limit, limit)
+            _saturated = True
+
 
 def _on_cpu(operator: Any, name: str) -> Callable[..., Any]:
     takes_device = any(argument.name == "device" for argument in operator._schema.arguments)
@@ -132,8 +165,8 @@ def _on_cpu(operator: Any, name: str) -> Callable[..., Any]:
         elif call.device is None and takes_device and target is None:
             call.device = torch.device(NPU, torch.npu.current_device())
         result = compute(*here, **named)
-        if saturates():
-            tree_map(_saturate, result)
+        if saturates() and "empty" not in name:
+            tree_map(call.saturate, result)
         return tree_map(call.to_npu, result)
 
     return run
@@ -157,14 +190,6 @@ def _matmul_backward(
     else:
         to_b = torch.matmul(rows.mT, grad)
     return to_a, to_b.sum_to_size(columns.shape).reshape(b.shape)
-
-
-def _saturate(result: Any) -> None:
-    global _saturated
-    if isinstance(result, torch.Tensor) and result.dtype is torch.float16 and bool(result.isinf().any()):
-        limit = torch.finfo(torch.float16).max
-        result.clamp_(-limit, limit)
-        _saturated = True
 
 
 def _get_float_status(status: torch.Tensor) -> torch.Tensor:

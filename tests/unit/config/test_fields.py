@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from lctrain.config.data import DocumentsConfig
+from lctrain.config.launch import LaunchConfig, ModelArtsConfig, SlurmConfig, TorchrunConfig, split_endpoint
 from lctrain.config.memory import MemoryConfig
 from lctrain.config.model import RopeConfig, RopeType
 from lctrain.config.optim import AdamWConfig
 from lctrain.config.parallel import DdpConfig
 from lctrain.config.precision import Fp16Config
-from lctrain.config.root import CheckpointConfig, EvalConfig, LaunchConfig, LoggingConfig, LoopConfig
+from lctrain.config.root import CheckpointConfig, EvalConfig, LoggingConfig, LoopConfig
 from lctrain.config.schedule import CosineConfig, PolynomialConfig, ScheduleConfig
 from lctrain.errors import ConfigError
 
@@ -44,7 +45,10 @@ BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
     (LoggingConfig, "logging", "every_steps", [0], [1]),
     (LaunchConfig, "launch", "default_ranks", [0], [1]),
     (LaunchConfig, "launch", "nproc_per_node", [0], [1, None]),
-    (LaunchConfig, "launch", "nnodes", [0], [1]),
+    (LaunchConfig, "launch", "nnodes", [0], [1, None]),
+    (LaunchConfig, "launch", "rdzv_endpoint", ["a", ":1", "a:b", "a:0", "a:65536"], ["a:1", "[::1]:65535", None]),
+    (TorchrunConfig, "launch", "rdzv_endpoint", ["a:1"], [None]),
+    (TorchrunConfig, "launch", "node_rank", [0], [None]),
     (LaunchConfig, "launch", "timeout_s", [0], [1]),
     (LaunchConfig, "launch", "prepare_timeout_s", [0], [1]),
     (ScheduleConfig, "schedule", "warmup_steps", [-1], [0]),
@@ -93,6 +97,17 @@ def test_several_nodes_need_an_endpoint_and_a_number_each() -> None:
         said = refusal(LaunchConfig, nnodes=2, rdzv_endpoint="a:1", node_rank=rank)
         assert f"launch.node_rank={rank} must be 0 to 1" in said
     assert LaunchConfig(nnodes=2, rdzv_endpoint="a:1", node_rank=1).node_rank == 1
+
+
+def test_nodes_are_the_platforms_to_say() -> None:
+    for cls in (SlurmConfig, ModelArtsConfig):
+        assert cls(nnodes=2).nodes == 2
+    assert LaunchConfig().nodes == 1
+
+
+def test_an_endpoint_is_a_host_and_a_port() -> None:
+    assert split_endpoint("node0:29500") == ("node0", 29500)
+    assert split_endpoint("[fe80::1]:1") == ("fe80::1", 1)
 
 
 def test_rope_fields_belong_to_types() -> None:

@@ -218,8 +218,8 @@ def test_ranks_of_our_own() -> None:
     assert resolved("parallel=single").sizes.world == 1  # whatever the recipe's
     nodes = ["launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=a:1"]
     both = resolved("parallel=fsdp", "launch.nproc_per_node=3", *nodes)
-    assert (both.sizes.world, both.ranks_per_node) == (6, 3)
-    assert resolved("parallel=fsdp", *nodes).ranks_per_node == 1
+    assert both.sizes.world == 6
+    assert resolved("parallel=fsdp", *nodes).sizes.world == 2
     said = refusal("parallel=fsdp", "launch.default_ranks=3", *nodes)
     assert "launch.default_ranks=3 does not divide over launch.nnodes=2" in said
     for overrides in (["launch.nproc_per_node=2"], nodes):
@@ -229,7 +229,20 @@ def test_ranks_of_our_own() -> None:
 def test_ranks_of_another_launcher() -> None:
     assert resolved("parallel=fsdp", world_size=4).sizes.world == 4  # the recipe's 2 was only a default
     assert resolved("parallel=fsdp", "launch.nproc_per_node=4", world_size=4).sizes.world == 4
-    said = refusal("parallel=fsdp", "launch.nproc_per_node=2", world_size=4)
-    assert "launch.nproc_per_node=2 x launch.nnodes=1 does not match the 4 ranks that torchrun started" in said
     assert "parallel=single runs one rank but torchrun started 4" in refusal("parallel=single", world_size=4)
     assert resolved("parallel=single", world_size=1).sizes.world == 1
+
+
+def test_tensor_parallel_takes_no_fused_operators() -> None:
+    assert resolved("parallel=fsdp", "model.npu_fused=true").sizes.world == 2
+    said = refusal("parallel=fsdp_tp", "model.npu_fused=true")
+    assert said.startswith("model.npu_fused=true does not work with parallel=fsdp_tp, ")
+    assert said.endswith("; choose parallel=fsdp, fsdp_sp or fsdp_cp, or model.npu_fused=false")
+
+
+def test_dense_scores_have_a_budget() -> None:
+    fits = ["recipe=llama_tiny_32k", "model.attention=reference"]
+    resolve(compose_config(fits))
+    with pytest.raises(ConfigError, match=r"2\.5 GiB .* at data\.max_length=163840.*model\.attention=auto"):
+        resolve(compose_config([*fits, "data.max_length=163840"]))
+    resolve(compose_config(["recipe=llama_tiny_32k", "data.max_length=163840"]))

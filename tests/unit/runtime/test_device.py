@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import os
+from typing import Any
 
 import psutil
 import pytest
@@ -84,14 +84,79 @@ def test_backends_and_peaks_of_devices_that_are_not_here(monkeypatch: pytest.Mon
         assert Accelerator("cuda", 0).peak_flops == peak
 
 
-def test_only_the_runtime_and_the_npu_kernel_name_device_modules() -> None:
-    package = Path(devices.__file__).parents[1]
-    kernel = package / "ops" / "attention" / "npu.py"
-    assert not re.search(r"torch\.(cuda|npu)\b|\.cuda\(", kernel.read_text(encoding="utf-8"))
-    named = re.compile(r"torch\.(cuda|npu)\b|\.cuda\(|torch_npu")
-    found = [
-        str(path)
-        for path in package.rglob("*.py")
-        if "runtime" not in path.parts and path != kernel and named.search(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
+class Module:
+    """torch.npu as far as an Accelerator asks it; `calls` is what it was asked."""
+
+    def __init__(self, name: str = "Ascend910B3") -> None:
+        self.name = name
+        self.calls: list[tuple[str, object]] = []
+
+    def __getattr__(self, function: str) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
+            self.calls.append((function, kwargs or args))
+            return {"get_device_name": self.name, "device_count": 2, "mem_get_info": (3, 4)}.get(function)
+
+        return call
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """A torch.npu that is not here."""
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
+    monkeypatch.setattr(devices.ascend, "import_torch_npu", lambda device: None)
+    return module
+
+
+def test_the_first_910_is_told_not_to_compile_each_operator(module: Module) -> None:
+    Accelerator("npu", 1).activate()
+    assert [call for call in module.calls if call[0] != "get_device_name"] == [("set_device", (1,))]
+    module.name = "Ascend910A"
+    Accelerator("npu", 1).activate()
+    assert module.calls[-1] == ("set_compile_mode", {"jit_compile": False})
+
+
+def test_bf16_by_soc_and_without_what_a_gpu_emulates(module: Module) -> None:
+    assert Accelerator("npu", 0).supports_bf16()
+    module.name = "Ascend910ProB"
+    assert not Accelerator("npu", 0).supports_bf16()
+    Accelerator("cuda", 0).supports_bf16()
+    assert module.calls[-1] == ("is_bf16_supported", {"including_emulation": False})
+
+
+def test_memory_is_asked_for_and_given_back(module: Module) -> None:
+    assert Accelerator("npu", 1).free_memory_bytes() == 3
+    assert module.calls[-1] == ("mem_get_info", (1,))
+    Accelerator("npu", 1).empty_cache()
+    assert module.calls[-1] == ("empty_cache", ())
+    module.calls.clear()
+    Accelerator("cpu", 0).empty_cache()
+    assert module.calls == []
+    assert 0 < Accelerator("cpu", 0).free_memory_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value"),
+    [("npu", "HCCL_DETERMINISTIC", "true"), ("cuda", "CUBLAS_WORKSPACE_CONFIG", ":4096:8")],
+)
+def test_deterministic(kind: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    Accelerator(kind, 0).make_deterministic()
+    assert (os.environ, asked) == ({variable: value}, [True])
+
+
+def test_an_inference_card_is_refused(module: Module) -> None:
+    module.name = "Ascend310P3"
+    with pytest.raises(DeviceError, match="Ascend310P3 is an inference card and cannot train"):
+        choose(Device.npu, 0, 1)
+
+
+def test_transfer_to_npu_makes_auto_npu_and_cuda_an_error(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.ascend, "transferred", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose(Device.auto, 1, 2) == Accelerator("npu", 1)
+    with pytest.raises(DeviceError, match="transfer_to_npu has put npu in its place; use device=npu"):
+        choose(Device.cuda, 0, 1)

@@ -1,0 +1,46 @@
+"""`launch=` and the environment together: which rank this process is, or which ranks it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+from lctrain.config.launch import LaunchConfig, ModelArtsConfig, SlurmConfig, TorchrunConfig
+from lctrain.errors import ConfigError
+from lctrain.launch import modelarts, slurm
+from lctrain.launch.place import Node, Place, of_rank
+from lctrain.runtime.process import Ranks, read_ranks
+
+
+def find_place(launch: LaunchConfig, env: MutableMapping[str, str] = os.environ) -> Place:
+    """This process's place in its job.
+
+    Where Slurm or ModelArts started a process for each rank, `env` gets torch's variables. Raises ConfigError when
+    `env` lacks what `launch` needs, or says another number of anything.
+    """
+    match launch:
+        case SlurmConfig():
+            return slurm.find_place(launch, env)
+        case ModelArtsConfig():
+            return modelarts.find_place(launch, env)
+        case TorchrunConfig():
+            return of_rank(launch, _torchrun(env))
+    ranks = read_ranks(env)
+    if ranks.launcher is not None:
+        return of_rank(launch, ranks)
+    if launch.nodes == 1:
+        return Place(ranks)
+    assert launch.node_rank is not None
+    assert launch.rdzv_endpoint is not None
+    return Place(ranks, node=Node(launch.nodes, launch.node_rank, launch.rdzv_endpoint))
+
+
+def _torchrun(env: Mapping[str, str]) -> Ranks:
+    ranks = read_ranks(env)
+    if ranks.launcher != "torchrun":
+        found = f"{ranks.launcher} started this process" if ranks.launcher else "RANK and WORLD_SIZE are not set"
+        raise ConfigError(
+            f"launch=torchrun but {found}; write torchrun --nproc-per-node=8 -m lctrain ... launch=torchrun, or leave "
+            "launch=torchrun out"
+        )
+    return ranks

@@ -1,0 +1,28 @@
+"""One line of a selftest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A comparison or a figure. error must not pass tolerance; without a tolerance it is a figure, or a reason."""
+
+    section: str
+    name: str
+    detail: str
+    error: float = 0.0
+    tolerance: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """An error that is not a number is never within tolerance."""
+        return self.tolerance is None or self.error <= self.tolerance
+
+    def line(self) -> str:
+        """For a table of Markdown."""
+        if self.tolerance is None:
+            return f"| {self.name} | | {self.detail} |"
+        verdict = "ok" if self.ok else "**DIFFERS**"
+        return f"| {self.name} | {verdict} | {self.error:.2g}, at most {self.tolerance:.2g}; {self.detail} |"

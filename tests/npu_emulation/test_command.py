@@ -1,0 +1,107 @@
+"""The command line on emulated cards, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.npu_emulation.conftest import Emulation
+from tests.support.command import column, lctrain, summary
+
+TINY = (
+    "recipe=llama_tiny_32k",
+    "parallel=fsdp_sp",
+    "data.max_length=2048",
+    "train.max_steps=3",
+    "eval.max_sequences=2",
+)
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+def test_a_real_run_gives_the_cpu_s_losses(emulation: Emulation, tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    words = (*TINY, "device=npu", "run_dir=npu")
+    done = emulation.lctrain(*words, cwd=tmp_path, EMULATED_NPU_LOG=str(log))
+    assert done.returncode == 0, done.stderr
+    assert "2 x Ascend910B3" in done.stdout
+    assert "environment: set HCCL_CONNECT_TIMEOUT=1800" in done.stdout
+    assert lctrain(*TINY, "device=cpu", "run_dir=cpu", cwd=tmp_path).returncode == 0
+    for name in ("loss", "grad_norm"):
+        right = column(tmp_path / "cpu", name)
+        np.testing.assert_allclose(column(tmp_path / "npu", name), right, rtol=1e-5, err_msg=name)
+    losses = [summary(tmp_path / run)["metrics"]["eval_loss"] for run in ("npu", "cpu")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    calls = "".join(path.read_text(encoding="utf-8") for path in tmp_path.glob("calls.*"))
+    assert all(line.startswith("EMULATED ") for line in calls.splitlines())
+    for name in ("FlashAttentionScore layout=BSND", "FlashAttentionScoreGrad", "AlltoAll", "ReduceScatter"):
+        assert name in calls
+    assert "mask=0" not in calls, "a causal mode without its mask would be full attention"
+
+
+def test_memory_that_runs_out_becomes_advice(emulation: Emulation, tmp_path: Path) -> None:
+    words = (
+        "recipe=llama_tiny_32k", "parallel=fsdp", "device=npu", "data.max_length=2048", "train.max_steps=1",
+        "train.global_batch_size=8", "train.micro_batch_size=4", "memory=none", "run_dir=run",
+    )  # fmt: skip
+    done = emulation.lctrain(*words, cwd=tmp_path, EMULATED_NPU_MIB="60")
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "ran out of memory on Ascend910B3" in errors[0]
+    assert "memory=full; train.micro_batch_size=2; parallel=fsdp_sp" in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(emulation: Emulation, tmp_path: Path) -> None:
+    words = ("plan", "recipe=llama_tiny_32k", "parallel=fsdp_sp", "plan.device=ascend910b3", "memory=selective")
+    found = {}
+    for device in ("npu", "cpu"):
+        done = emulation.lctrain(*words, f"device={device}", f"run_dir={device}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found[device] = json.loads((tmp_path / device / "plan.json").read_text(encoding="utf-8"))
+        assert found[device]["traced_on"] == device
+    assert found["npu"]["peak_bytes"] == pytest.approx(found["cpu"]["peak_bytes"], rel=0.01)
+    for part in ("matmul_s", "attention_s"):
+        # torch_npu's linear layers are one operation backward, which reads its operands once and not twice.
+        assert found["npu"]["step"][part] == pytest.approx(found["cpu"]["step"][part], rel=0.05), part
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+def test_lenet_trains_fifty_steps(emulation: Emulation, tmp_path: Path) -> None:
+    words = (
+        "recipe=lenet_fashion_mnist", "train.max_steps=50", "eval.max_sequences=500", "precision=fp32",
+        "logging.pictures=false", "logging.every_steps=10", f"data.cache={tmp_path / 'images'}",
+    )  # fmt: skip
+    done = emulation.lctrain(*words, "device=npu", "run_dir=npu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert lctrain(*words, "device=cpu", "run_dir=cpu", cwd=tmp_path).returncode == 0
+    ours, right = (np.array(column(tmp_path / run, "loss")) for run in ("npu", "cpu"))
+    assert len(ours) == len(right) > 4
+    assert ours[-1] < ours[0]
+    np.testing.assert_allclose(ours, right, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words", "message"),
+    [
+        ({"EMULATED_NPU_SOC": "Ascend910A"}, ("precision=bf16",), "Ascend910A has no bf16"),
+        ({"EMULATED_NPU_SOC": "Ascend310P3"}, (), "cannot train"),
+        ({"LD_LIBRARY_PATH": ""}, (), "set_env.sh"),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_NPU_ALLOC_CONF": "a:1"}, (), "PYTORCH_NPU_ALLOC_CONF"),
+        ({"EMULATED_NPU_SOC": "Ascend910A"}, ("parallel=zero3", "precision=fp16"), "overflow"),
+    ],
+    ids=["bf16 on 910A", "310P", "no CANN", "two allocator variables", "ZeRO in fp16 on 910A"],
+)
+def test_wrong_input_is_one_message(
+    emulation: Emulation, tmp_path: Path, extra: dict[str, str], words: tuple[str, ...], message: str
+) -> None:
+    base = ("recipe=llama_tiny_32k", "device=npu", "parallel=fsdp", "run_dir=run")
+    done = emulation.lctrain(*base, *words, cwd=tmp_path, **extra)
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert message in errors[0]
+    assert not (tmp_path / "run").exists()
