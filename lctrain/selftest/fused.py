@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from lctrain.ops import npu_fused
 from lctrain.runtime.device import Accelerator
-from lctrain.selftest.row import Row
+from lctrain.selftest.row import Row, compared
 
 SECTION = "fused operators"
 _EPS, _TOLERANCE = 1e-5, 1e-5
@@ -28,12 +29,18 @@ def fused_rows(device: Accelerator) -> Iterator[Row]:
         "rotary embedding": (npu_fused.rotary, _rotary, heads, 1),
     }
     for name, (fused, plain, shapes, trained) in cases.items():
-        generator = torch.Generator().manual_seed(0)
-        tensors = [torch.rand(shape, generator=generator) * 2 - 1 for shape in shapes]
-        right = _results(plain, tensors, trained)
-        ours = _results(fused, [x.to(device.torch_device) for x in tensors], trained)
-        error = max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in zip(ours, right, strict=True))
-        yield Row(SECTION, name, "output and gradients", error, _TOLERANCE)
+        yield compared(SECTION, name, partial(_error, device, fused, plain, shapes, trained), _TOLERANCE)
+
+
+def _error(
+    device: Accelerator, fused: Formula, plain: Formula, shapes: Sequence[tuple[int, ...]], trained: int
+) -> tuple[float, str]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(shape, generator=generator) * 2 - 1 for shape in shapes]
+    right = _results(plain, tensors, trained)
+    ours = _results(fused, [x.to(device.torch_device) for x in tensors], trained)
+    error = max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in zip(ours, right, strict=True))
+    return error, "output and gradients"
 
 
 def _results(formula: Formula, tensors: Sequence[torch.Tensor], trained: int) -> list[torch.Tensor]:

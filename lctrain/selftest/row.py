@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -26,3 +28,12 @@ class Row:
             return f"| {self.name} | | {self.detail} |"
         verdict = "ok" if self.ok else "**DIFFERS**"
         return f"| {self.name} | {verdict} | {self.error:.2g}, at most {self.tolerance:.2g}; {self.detail} |"
+
+
+def compared(section: str, name: str, measure: Callable[[], tuple[float, str]], tolerance: float) -> Row:
+    """The row of what `measure` gives: (error, detail). A device's failure is what a selftest is there to report."""
+    try:
+        error, detail = measure()
+    except RuntimeError as failure:
+        error, detail = math.inf, str(failure).strip().partition("\n")[0]
+    return Row(section, name, detail, error, tolerance)
