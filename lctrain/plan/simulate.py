@@ -31,6 +31,7 @@ from lctrain.ops.shards import full_shape
 from lctrain.parallel.offload import HostInputs
 from lctrain.plan.cost import Operation
 from lctrain.plan.fakes import alone_in_deepspeed, fake_groups, meta_models, movable_modules, real_meshes
+from lctrain.plan.fused import planned_operators
 from lctrain.plan.job import build, make_batch, run_step, without_data
 from lctrain.plan.kernel import CountedKernel, PlannedKernel
 from lctrain.plan.marks import HOST, mark_gradients, mark_state
@@ -89,6 +90,8 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
             stack.enter_context(patch)
         trace = stack.enter_context(Trace())
         stack.enter_context(_host_inputs(hardware, trace))
+        if session.device.type == "cpu":
+            stack.enter_context(planned_operators(trace))
         kernel = CountedKernel(_kernel(session, hardware), trace) if _is_language(config) else None
         job, layers = build(session, mesh, kernel=kernel, real=False)
         if _is_language(config):

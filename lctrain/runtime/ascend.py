@@ -17,7 +17,7 @@ from lctrain.errors import DeviceError
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 SET_ENV = "source CANN's set_env.sh (usually /usr/local/Ascend/ascend-toolkit/set_env.sh) in this shell"
 WITHOUT_NPU = f"set {AUTOLOAD}=0 to run on cuda or cpu without it"
-_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+_CPU_BUILD = "from PyTorch's index of CPU builds"
 _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 
 
@@ -97,7 +97,7 @@ def pair_problem(packages: Packages) -> tuple[str, str] | None:
         return None
     return (
         f"torch_npu {packages.torch_npu} needs torch {packages.needs} and torch {packages.torch} is installed",
-        f"pip install torch_npu=={packages.release}, or pip install torch=={packages.needs} --index-url {_CPU_WHEELS}",
+        f"pip install torch_npu=={packages.release}, or pip install torch=={packages.needs} {_CPU_BUILD}",
     )
 
 
@@ -108,7 +108,7 @@ def build_problem(packages: Packages, env: Mapping[str, str] = os.environ) -> tu
     return (
         f"torch {packages.torch} is a build for CUDA {packages.cuda} and torch_npu is installed beside it; importing "
         "torch imports torch_npu, which accepts no other accelerator",
-        f"pip install torch=={packages.release} --index-url {_CPU_WHEELS} for NPUs, or {WITHOUT_NPU}",
+        f"pip install torch=={packages.release} {_CPU_BUILD} for NPUs, or {WITHOUT_NPU}",
     )
 
 

@@ -112,8 +112,7 @@ def build_language(
     hf_config = read_model(session)
     model = build_meta(session, hf_config)
     check_fused(config.language_model, acts_as(mesh.device.torch_device))
-    # A plan for npu on tensors of another device counts the plain operators.
-    if config.language_model.npu_fused and mesh.device.type == "npu":
+    if config.language_model.npu_fused:
         log(f"fused: {fuse(model)}")
     asked = config.language_model.attention
     if kernel is None:

@@ -56,7 +56,7 @@ def test_memory_that_runs_out_becomes_advice(emulation: Emulation, tmp_path: Pat
 
 
 def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(emulation: Emulation, tmp_path: Path) -> None:
-    words = ("plan", "recipe=llama_tiny_32k", "parallel=fsdp_sp", "plan.device=ascend910b3", "memory=selective")
+    words = ("plan", "recipe=llama_tiny_32k", "parallel=fsdp_sp", "plan.device=ascend910b3", "model.npu_fused=true")
     found = {}
     for device in ("npu", "cpu"):
         done = emulation.lctrain(*words, f"device={device}", f"run_dir={device}", cwd=tmp_path)

@@ -73,7 +73,7 @@ PLANTED: list[tuple[Facts, str, Level, str, str]] = [
         "torch build",
         Level.fault,
         "torch 2.13.0 is a build for CUDA 13.0",
-        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
+        "pip install torch==2.13.0 from PyTorch's index of CPU builds",
     ),
     (
         with_probe(NPU, missing_library="libascendcl.so", error="torch_npu cannot be imported"),

@@ -12,7 +12,7 @@ import pytest
 from lctrain.config.compose import compose_config
 from lctrain.config.hardware import load_hardware
 from lctrain.config.root import TrainConfig
-from lctrain.errors import ConfigError
+from lctrain.errors import ConfigError, DeviceError
 from lctrain.plan.derived import quick_plan
 from lctrain.plan.marks import HOST
 from lctrain.plan.memory import CATEGORIES, stacked
@@ -169,6 +169,24 @@ def test_recomputation_trades_activations_for_arithmetic() -> None:
     assert kept[0] > kept[1] > kept[2]
     assert computed[0] < computed[1] < computed[2]
     assert len({plan.flops for plan, _ in found}) == 1  # the model's own, whatever is done twice
+
+
+def test_fused_operators_keep_less_and_move_less() -> None:
+    """They are counted on tensors of any device; tests/npu_emulation compares that with torch_npu's own."""
+    words = ("recipe=llama_tiny_32k", "parallel=single", "data.max_length=4096", "memory=none")
+    found = []
+    for fused in ("false", "true"):
+        config = compose_config([*words, f"model.npu_fused={fused}"])
+        found.append(make_plan(config, load_hardware("ascend910b3"), 1)[0])
+    plain, fused_plan = found
+    activations = [plan.peak.by_category["activations"] for plan in found]
+    # The plain norm keeps its normalised input too, the plain MLP silu's output.
+    assert 0.6 < activations[1] / activations[0] < 0.9
+    assert fused_plan.time.other_s < plain.time.other_s
+    assert fused_plan.time.matmul_s == pytest.approx(plain.time.matmul_s)
+    config = compose_config([*words, "model.npu_fused=true"])
+    with pytest.raises(DeviceError, match=r"model\.npu_fused=true but the device is cuda"):
+        make_plan(config, load_hardware("a100"), 1)
 
 
 def test_a_split_sequence_keeps_fewer_activations_a_rank() -> None:
