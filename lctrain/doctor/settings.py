@@ -38,13 +38,13 @@ def allocator(facts: Facts) -> Finding | None:
 def connecting(facts: Facts) -> Finding | None:
     """How long HCCL waits for ranks that start apart."""
     ours = connect_timeout(facts.timeout_s)
-    return _timeout(facts, "connect", CONNECT, ours, warning, lambda: connect_problem(facts.env))
+    return _timeout(facts, "connect", CONNECT, ours, lambda: connect_problem(facts.env))
 
 
 def executing(facts: Facts) -> Finding | None:
     """How long a collective waits, against the process group's timeout."""
     ours = exec_timeout(facts.timeout_s)
-    return _timeout(facts, "execution", EXEC, ours, fault, lambda: exec_problem(facts.timeout_s, facts.env))
+    return _timeout(facts, "execution", EXEC, ours, lambda: exec_problem(facts.timeout_s, facts.env))
 
 
 def rank_table(facts: Facts) -> Finding | None:
@@ -68,7 +68,6 @@ def _timeout(
     check: str,
     name: str,
     ours: int,
-    level: Callable[[str, str, str], Finding],
     ask: Callable[[], tuple[str, str] | None],
 ) -> Finding | None:
     if facts.kind != "npu":
@@ -78,6 +77,6 @@ def _timeout(
     except DeviceError as error:
         return fault(check, str(error).split("; ")[0], f"unset {name}")
     if problem is not None:
-        return level(check, *problem)
+        return warning(check, *problem)
     given = f"{name}={facts.env[name]} s" if name in facts.env else f"{name} is not set: a run sets {ours} s"
     return ok(check, f"{given}; collectives {facts.timeout_s} s (launch.timeout_s)")

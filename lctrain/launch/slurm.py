@@ -40,6 +40,8 @@ def find_place(launch: SlurmConfig, env: MutableMapping[str, str]) -> Place:
 
     Raises ConfigError outside Slurm, and when Slurm and `launch` contradict each other.
     """
+    # A batch script without srun has the other variables too, and nobody else starts the tasks they speak of.
+    text_of(env, "SLURM_STEP_ID", _START)
     local = number_of(env, "SLURM_LOCALID", _START)
     env["LOCAL_RANK"] = str(local)  # what is refused from here on is said by a node's first task only
     step = _read(env, local)

@@ -27,14 +27,16 @@ def fake_groups(ranks: int) -> Iterator[None]:
     whoami = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     before = dict(os.environ)
     os.environ.update(whoami)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
     finally:
-        dist.destroy_process_group()
         for name in whoami:
             os.environ.pop(name)
-        os.environ.update(before)
+        os.environ.update({name: before[name] for name in whoami if name in before})
 
 
 @contextmanager
@@ -98,7 +100,8 @@ def alone_in_deepspeed(parallel: ParallelConfig) -> Iterator[None]:
     if not isinstance(parallel, ZeroConfig):
         yield
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    given = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.utils import groups
@@ -112,3 +115,8 @@ def alone_in_deepspeed(parallel: ParallelConfig) -> Iterator[None]:
         coordinator.assert_ints_same_as_other_ranks = agree
         vars(groups).update(kept)
         comm.cdb = None
+        # Processes that this one starts must choose for themselves.
+        if given is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = given

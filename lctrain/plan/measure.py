@@ -73,6 +73,16 @@ def measure(session: Session) -> Measured:
     return Measured(meter.peak_bytes, mesh.max_over_all(min(times)))
 
 
+def _libraries_own(device: Accelerator) -> int:
+    """Bytes that stay allocated after a product and its gradient: workspaces of libraries, no job's tensors."""
+    x = torch.ones(64, 64, device=device.torch_device, requires_grad=True)
+    (x @ x).sum().backward()
+    device.synchronize()
+    del x
+    device.reset_peak_memory()
+    return device.peak_memory_bytes()
+
+
 class _Meter:
     """Peak of tensor memory by the allocator's own account: the device's, or on a CPU what the profiler hears."""
 
@@ -80,6 +90,7 @@ class _Meter:
         self._device = device
         self._peaks: list[int] = []
         self._restarted = False
+        self._before = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -90,6 +101,7 @@ class _Meter:
     def watching(self) -> Iterator[None]:
         """Around everything that holds tensors."""
         if self._device.type != "cpu":
+            self._before = _libraries_own(self._device)
             yield
             return
         from torch.profiler import ProfilerActivity, profile
@@ -102,7 +114,7 @@ class _Meter:
         """A step's peak counts from one of these to the next."""
         if self._device.type != "cpu":
             if self._restarted:
-                self._peaks.append(self._device.peak_memory_bytes())
+                self._peaks.append(self._device.peak_memory_bytes() - self._before)
             self._restarted = True
             self._device.reset_peak_memory()
             return

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lctrain.config.hardware import Hardware
 from lctrain.config.model import AttentionKernel, CausalLMConfig
-from lctrain.config.parallel import FsdpConfig, Zero3OffloadConfig
+from lctrain.config.parallel import FsdpConfig, Zero3OffloadConfig, ZeroConfig
 from lctrain.config.resolve import Resolved
 from lctrain.config.root import Device, TrainConfig
 from lctrain.engines.native import NativeEngine
@@ -71,10 +71,13 @@ class Simulation:
 def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
     """Trace rank 0 of `ranks`. The process must have no process group.
 
-    Fake tensors are the CPU's, or an NPU's where that is planned for and one is here (unless device=cpu): then the
-    attention is torch_npu's own operator. Raises ConfigError, ModelError; DeviceError when device=npu has none.
+    Fake tensors are the CPU's, or an NPU's where that is planned for and one is here (unless device=cpu, or under
+    DeepSpeed): then the attention is torch_npu's own operator.
+    Raises ConfigError, ModelError; DeviceError when device=npu has none.
     """
-    accelerator = _npu_at_hand(config.device) if hardware.type == "npu" else None
+    # DeepSpeed decides for itself, once a process, where its tensors are.
+    on_npu = hardware.type == "npu" and not isinstance(config.parallel, ZeroConfig)
+    accelerator = _npu_at_hand(config.device) if on_npu else None
     config = without_data(config, ranks)
     config.device = Device.cpu
     session = Session(config, Ranks(0, ranks, 0, ranks, "lctrain"), dist.HashStore(), StopFlag())
@@ -129,7 +132,8 @@ def _npu_at_hand(device: Device) -> Accelerator | None:
         return None
     try:
         return choose(Device.npu, 0, 1)
-    except DeviceError:
+    except (DeviceError, RuntimeError, AssertionError):
+        # A card that is held, or a driver that fails: a plan needs neither.
         if device is Device.npu:
             raise
         return None

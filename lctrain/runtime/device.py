@@ -27,6 +27,11 @@ def acts_as(device: torch.device) -> str:
     return _planned.get() or device.type
 
 
+def is_planned() -> bool:
+    """Whether tensors stand for ones that are not there, and have no values."""
+    return _planned.get() is not None
+
+
 @contextmanager
 def planned(device_type: str) -> Iterator[None]:
     """Tensors of any device stand for ones on `device_type`: code that suits a device chooses what suits that one."""

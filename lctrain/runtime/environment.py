@@ -105,6 +105,11 @@ def allocator_problem(env: Mapping[str, str] = os.environ) -> tuple[str, str] | 
 def connect_problem(env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
     """(what is wrong, what mends it) when HCCL would not wait for ranks that start apart."""
     seconds = _seconds(CONNECT, env, connect_timeout(0))
+    if seconds > _CONNECT_MOST_S:
+        return (
+            f"{CONNECT}={seconds} is more than the {_CONNECT_MOST_S} s that HCCL takes",
+            f"set {CONNECT}={_CONNECT_MOST_S} or less, or unset it",
+        )
     if seconds >= CONNECT_LEAST_S:
         return None
     return (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from lctrain.runtime.device import Accelerator
-from lctrain.selftest.row import Row
+from lctrain.selftest.row import Row, compared
 
 SECTION = "collectives"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64)
@@ -35,10 +36,14 @@ def collective_rows(device: Accelerator) -> Iterator[Row]:
         warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
         for name, make in checks.items():
             for dtype in dtypes:
-                got, right = make(dtype)
-                error = float((got.cpu().double() - right.double()).abs().max())
-                yield Row(SECTION, f"{name}, {str(dtype).removeprefix('torch.')}", f"{size} ranks", error, 0.0)
+                title = f"{name}, {str(dtype).removeprefix('torch.')}"
+                yield compared(SECTION, title, partial(_error, make, dtype, size), 0.0)
         yield from _bandwidths(device, size)
+
+
+def _error(make: Made, dtype: torch.dtype, size: int) -> tuple[float, str]:
+    got, right = make(dtype)
+    return float((got.cpu().double() - right.double()).abs().max()), f"{size} ranks"
 
 
 def _ones(device: Accelerator, dtype: torch.dtype, value: int, count: int = 6) -> torch.Tensor:

@@ -79,16 +79,25 @@ def parity_rows(session: Session) -> Iterator[Row]:
     right = _alone(session) if session.ranks.is_main else Run()
     half: PrecisionConfig = Bf16Config() if session.device.supports_bf16() else Fp16Config()
     verify = session.config.verify
+    meshes: dict[str, Mesh] = {}
     for layout in layouts(session.ranks.world_size):
         for precision, tolerance in ((Fp32Config(), verify.tolerance), (half, verify.half_tolerance)):
             if isinstance(layout, ZeroConfig) and isinstance(precision, Fp16Config) and overflow_flag(session.device):
                 continue  # Session.check refuses it
             this = replace(session, config=replace(session.config, parallel=layout, precision=precision))
             this.log = lambda line: None  # type: ignore[assignment]
-            run = _under(this)
+            name = f"{layout.kind}, {precision.kind}"
+            # One mesh a layout: every communicator takes memory of the cards for good.
+            if layout.kind not in meshes:
+                meshes[layout.kind] = Mesh(this.resolved.sizes, this.device)
+            try:
+                run = _under(this, meshes[layout.kind])
+            except RuntimeError as failure:
+                yield Row(SECTION, name, str(failure).strip().partition("\n")[0], math.inf, tolerance)
+                continue
             session.device.empty_cache()  # each layout meets the allocator as a job of its own would
             if session.ranks.is_main:
-                yield from _compare(f"{layout.kind}, {precision.kind}", run, right, tolerance)
+                yield from _compare(name, run, right, tolerance)
 
 
 def layouts(ranks: int) -> list[ParallelConfig]:
@@ -149,9 +158,8 @@ def _alone(session: Session) -> Run:
     return run
 
 
-def _under(session: Session) -> Run:
+def _under(session: Session, mesh: Mesh) -> Run:
     """The same steps under the session's layout, on its devices."""
-    mesh = Mesh(session.resolved.sizes, session.device)
     language: Any = build_language(session, mesh, init_weights=True)
     data: Any = sequences(session.config)
     loader, run = language.loader(data, _order(session.config, data)), Run()

@@ -7,6 +7,7 @@ from typing import Any
 
 from lctrain.config.compose import compose_config
 from lctrain.config.data import DocumentsConfig
+from lctrain.config.launch import LaunchConfig
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_OK, ConfigError
 from lctrain.launch.find import find_place
@@ -50,6 +51,10 @@ def _config(command: Any) -> TrainConfig:
         return compose_config(command.overrides, config_dir=command.config_dir)
     config = saved_config(given, rest)
     config.run_dir = given
+    if not any(o.startswith("launch") for o in rest):
+        # The platform that started the run need not be where it is evaluated.
+        kept = {name: getattr(config.launch, name) for name in ("default_ranks", "nproc_per_node", "timeout_s")}
+        config.launch = LaunchConfig(**kept)
     if not any(o.startswith("checkpoint.resume=") for o in rest):
         # What the run itself continued from is not what it became.
         config.checkpoint.resume = "auto"

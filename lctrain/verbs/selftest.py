@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from lctrain.config.compose import compose_config
 from lctrain.config.resolve import resolve
 from lctrain.config.root import Device, TrainConfig
-from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
+from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError, LctrainError
+from lctrain.runtime.process import read_ranks
 from lctrain.train.run_dir import default_run_dir
 
 REPORT = "selftest.md"
@@ -41,6 +43,9 @@ def run(command: Any) -> int:
                 f"{word} has no effect on selftest, which takes device=auto, npu, cuda or cpu, "
                 "launch.nproc_per_node=N and run_dir=DIR; leave it out"
             )
+    launcher = read_ranks().launcher
+    if launcher is not None:
+        raise ConfigError(f"selftest starts ranks of its own, and {launcher} started this; run it without {launcher}")
     if command.show_config or command.config_dir:
         raise ConfigError("selftest has a configuration of its own; it has no --print-config and no --config-dir")
     config = _sized(compose_config([*_MODEL, *command.overrides]))
@@ -81,7 +86,10 @@ def _run(config: TrainConfig, run_dir: Path) -> int:
     if code != EXIT_OK:
         return code
     results = json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))
-    rows = [Row(**row) for row in results["rows"]] + _measured(config, run_dir, results)
+    rows = [Row(**row) for row in results["rows"]]
+    # Written twice: what fails from here on must not lose what was found.
+    (run_dir / REPORT).write_text(markdown(results, rows, findings), encoding="utf-8")
+    rows += _measured(config, run_dir, results)
     (run_dir / REPORT).write_text(markdown(results, rows, findings), encoding="utf-8")
     print(verdict(rows))
     print(f"report: {run_dir / REPORT}", flush=True)
@@ -99,7 +107,10 @@ def _measured(config: TrainConfig, run_dir: Path, results: dict[str, Any]) -> li
     if config.device is not Device.cpu and hardware_called(results["device"]) is None:
         return [Row(section, "memory", f"not planned: there is no conf/hardware file for {results['device']}")]
     hardware = cpu_of(memory) if config.device is Device.cpu else named(results["device"], memory)
-    found = calibrate(config, hardware, results["ranks"], run_dir, print)
+    try:
+        found = calibrate(config, hardware, results["ranks"], run_dir, print)
+    except (LctrainError, RuntimeError) as failure:
+        return [Row(section, "peak of tensor memory", str(failure).partition("\n")[0], math.inf, _MEMORY_TOLERANCE)]
     planned, measured = found["tensor_bytes"], found["measured"]
     tokens = config.train.global_batch_size * config.documents.max_length / measured["step_s"]
     detail = f"planned {planned / 2**20:.1f} MiB, measured {measured['peak_bytes'] / 2**20:.1f} MiB"

@@ -121,6 +121,7 @@ def test_two_slurm_tasks_train_as_one(words: list[str], straight: Straight, tmp_
         "SLURM_LOCALID": "0",
         "SLURM_JOB_NODELIST": "127.0.0.1,localhost",
         "SLURM_JOB_ID": str(port),
+        "SLURM_STEP_ID": "0",
     }
     own = [{"SLURM_PROCID": str(n), "SLURM_NODEID": str(n)} for n in range(2)]
     tasks = [Running(*job, cwd=tmp_path, name=f"t{n}", env=env | own[n]) for n in range(2)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lctrain import cli
 from tests.support.command import column, lctrain, summary
@@ -146,3 +148,26 @@ def test_a_job_that_does_not_complete_ends_the_sweep_with_its_code(
     assert len(said) == 1
     assert said[0].startswith(f"error: the job in {tmp_path}/outputs/llama_tiny_32k/sweep-")
     assert said[0].endswith("/0 ended with exit code 75; the sweep stops here")
+
+
+def test_selftest_writes_one_report(tmp_path: Path) -> None:
+    done = lctrain("selftest", "device=cpu", "launch.nproc_per_node=1", "run_dir=proof", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "comparisons hold." in done.stdout
+    report = (tmp_path / "proof" / "selftest.md").read_text(encoding="utf-8")
+    for section in ("attention kernels", "collectives", "parity", "plan and speed", "doctor"):
+        assert f"\n## {section}\n" in report
+    assert "| peak of tensor memory | ok |" in report
+    assert "| single, fp32: gradients | ok |" in report
+
+
+def test_a_run_that_a_platform_started_is_evaluated_anywhere(straight: Straight, tmp_path: Path) -> None:
+    """The saved launch=slurm with its nodes is where the run was, not where it is read."""
+    run = tmp_path / "run"
+    shutil.copytree(straight("fsdp_sp"), run)
+    saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    saved["launch"] |= {"kind": "slurm", "nnodes": 2}
+    (run / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    done = lctrain("evaluate", f"run_dir={run}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "eval" in done.stdout

@@ -48,7 +48,7 @@ class Built:
         """What a process needs to see the emulated cards, two by default."""
         return {
             "EMULATED_NPU_HOME": str(self.home),
-            "LD_LIBRARY_PATH": str(self.home / "lib"),
+            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.home / "lib"),
             "ASCEND_HOME_PATH": str(self.home),
             "ASCEND_OPP_PATH": str(self.home / "opp"),
             "TASK_QUEUE_ENABLE": "0",  # operators run where they are called: the queue's thread knows nothing of Python
@@ -81,6 +81,11 @@ def _once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _before(variable: str, folder: Path) -> str:
+    """A path variable's value with `folder` before what is there."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get(variable)])])
+
+
 def _check() -> None:
     try:
         torch = version("torch").partition("+")[0]
@@ -95,6 +100,10 @@ def _check() -> None:
 def _digest() -> str:
     """Of everything the libraries are made from."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    # A cache may be another machine's.
+    digest.update(
+        subprocess.run(["g++", "-march=native", "-Q", "--help=target"], capture_output=True, check=True).stdout
+    )
     for path in [*sorted((HERE / "native").iterdir()), Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -117,7 +126,10 @@ def _install(packages: Path) -> None:
 
 
 def _run(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{what} took more than {_LIMIT_S} s") from None
     if done.returncode:
         raise Unavailable(f"{what} failed: {done.stderr.strip()[-500:]}")
 

@@ -21,6 +21,7 @@ TINY = (
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
+@pytest.mark.timeout(400)  # two whole runs
 def test_a_real_run_gives_the_cpu_s_losses(emulation: Emulation, tmp_path: Path) -> None:
     log = tmp_path / "calls"
     words = (*TINY, "device=npu", "run_dir=npu")
@@ -55,11 +56,22 @@ def test_memory_that_runs_out_becomes_advice(emulation: Emulation, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(emulation: Emulation, tmp_path: Path) -> None:
-    words = ("plan", "recipe=llama_tiny_32k", "parallel=fsdp_sp", "plan.device=ascend910b3", "model.npu_fused=true")
+@pytest.mark.parametrize(
+    ("words", "soc"),
+    [
+        (("parallel=fsdp_sp", "plan.device=ascend910b3", "model.npu_fused=true"), "Ascend910B3"),
+        (("parallel=ddp", "plan.device=ascend910a", "precision=fp16"), "Ascend910A"),
+    ],
+    ids=["fused", "fp16 on 910A"],
+)
+def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(
+    emulation: Emulation, tmp_path: Path, words: tuple[str, ...], soc: str
+) -> None:
+    words = ("plan", "recipe=llama_tiny_32k", "data.max_length=4096", *words)
     found = {}
     for device in ("npu", "cpu"):
-        done = emulation.lctrain(*words, f"device={device}", f"run_dir={device}", cwd=tmp_path)
+        run = {"cwd": tmp_path, "EMULATED_NPU_SOC": soc}
+        done = emulation.lctrain(*words, f"device={device}", f"run_dir={device}", **run)
         assert done.returncode == 0, done.stderr
         found[device] = json.loads((tmp_path / device / "plan.json").read_text(encoding="utf-8"))
         assert found[device]["traced_on"] == device

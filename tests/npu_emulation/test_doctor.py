@@ -56,12 +56,15 @@ def test_a_machine_that_is_right(emulation: Emulation, tmp_path: Path) -> None:
 
 
 def test_warnings_are_no_fault(emulation: Emulation, tmp_path: Path) -> None:
-    done = run(emulation, tmp_path, "doctor", "device=npu", HCCL_CONNECT_TIMEOUT="120", **FIRST_910)
+    done = run(
+        emulation, tmp_path, "doctor", "device=npu", HCCL_CONNECT_TIMEOUT="120", HCCL_EXEC_TIMEOUT="1836", **FIRST_910
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     text = "\n".join(lines(done, "warning"))
     assert "Ascend910A has no bf16 arithmetic" in text
     assert "use precision=fp16" in text
     assert "HCCL_CONNECT_TIMEOUT=120 is below 600 s" in text
+    assert "HCCL_EXEC_TIMEOUT=1836 is not below launch.timeout_s" in text
 
 
 @pytest.mark.parametrize(
@@ -72,8 +75,8 @@ def test_warnings_are_no_fault(emulation: Emulation, tmp_path: Path) -> None:
         (INFERENCE, ["Ascend310P3 is an inference card and cannot train; run on an Ascend 910"]),
         # Two that have nothing to do with each other, in the order of the report.
         (
-            {"EMULATED_NPU_COUNT": "0", "HCCL_EXEC_TIMEOUT": "1836"},
-            ["no npu device is visible; check the driver", "HCCL_EXEC_TIMEOUT=1836 is not below launch.timeout_s"],
+            {"EMULATED_NPU_COUNT": "0", "HCCL_EXEC_TIMEOUT": "soon"},
+            ["no npu device is visible; check the driver", "HCCL_EXEC_TIMEOUT=soon is not a whole number"],
         ),
     ],
     ids=["no CANN", "both allocator variables", "310P", "no card, execution timeout"],

@@ -80,6 +80,7 @@ Status attach(const std::string& name, uint32_t size, uint32_t rank, void** made
     for (double start = now(); one->shared->arrived < size; sched_yield()) {
         if (now() - start > kPatienceSeconds) {
             fprintf(stderr, "EMULATED hccl: %u of %u ranks came to %s\n", one->shared->arrived.load(), size, name.c_str());
+            shm_unlink(path.c_str());
             return kTimeout;
         }
     }

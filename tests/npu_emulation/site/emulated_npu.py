@@ -10,6 +10,7 @@ torch_npu's own operators (torch.ops.npu) are left alone: those run its C++ and 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +77,7 @@ def install() -> None:
 def saturates() -> bool:
     """910A-class chips have no infinity in fp16: they give the largest number and set a flag."""
     soc = os.environ.get("EMULATED_NPU_SOC", "Ascend910B3")
-    return soc.startswith(("Ascend910A", "Ascend910PremiumA", "Ascend910ProA"))
+    return re.fullmatch("Ascend910(A|B|ProA|ProB|PremiumA)?", soc) is not None
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

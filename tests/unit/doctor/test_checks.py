@@ -120,7 +120,7 @@ PLANTED: list[tuple[Facts, str, Level, str, str]] = [
     (with_env(NPU, BOTH), "allocator", Level.fault, "are both set", "unset PYTORCH_ALLOC_CONF"),
     (with_env(NPU, {"HCCL_CONNECT_TIMEOUT": "120"}), "connect", Level.warning, "=120 is below 600 s", "=600 or more"),
     (with_env(NPU, {"HCCL_CONNECT_TIMEOUT": "x"}), "connect", Level.fault, "=x is not a whole number", "unset HCCL_C"),
-    (with_env(NPU, {"HCCL_EXEC_TIMEOUT": "1836"}), "execution", Level.fault, "=1836 is not below", "unset HCCL_EXEC"),
+    (with_env(NPU, {"HCCL_EXEC_TIMEOUT": "1836"}), "execution", Level.warning, "=1836 is not below", "unset HCCL_EXEC"),
     (with_env(NPU, {"HCCL_EXEC_TIMEOUT": "x"}), "execution", Level.fault, "=x is not a whole number", "unset HCCL_E"),
     (with_env(NPU, {"RANK_TABLE_FILE": "/nowhere"}), "rank table", Level.fault, "cannot be read", "unset RANK_TABLE"),
     (replace(NPU, shared_memory=64 * 2**20), "shared mem", Level.warning, "/dev/shm has 64 MiB", "--shm-size=16g"),

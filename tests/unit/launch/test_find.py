@@ -33,6 +33,7 @@ ONE_TASK = {
     "SLURM_NODEID": "0",
     "SLURM_JOB_NODELIST": "a",
     "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
 }
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no"}
 
@@ -89,7 +90,7 @@ def test_other_numbers_than_torchruns(cls: type[LaunchConfig], fields: dict[str,
     ("launch", "said"),
     [
         ("torchrun", "launch=torchrun but RANK and WORLD_SIZE are not set; write torchrun"),
-        ("slurm", "SLURM_LOCALID is not set; start with srun"),
+        ("slurm", "SLURM_STEP_ID is not set; start with srun"),
         ("modelarts", "MA_NUM_HOSTS is not set; ModelArts sets it in a training job"),
     ],
 )

@@ -23,6 +23,7 @@ TASKS = {
     "SLURM_NODEID": "1",
     "SLURM_JOB_NODELIST": "gpu[011-012]",
     "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
 }
 # The task of the second of two nodes that starts the node's ranks.
 NODES = TASKS | {
@@ -195,3 +196,11 @@ def test_the_port_follows_from_the_job_within_a_safe_range() -> None:
         find_place(SlurmConfig(), env)
         ports.append(int(env["MASTER_PORT"]))
     assert ports == [20000, 29999, 20000, 27295]
+
+
+def test_a_batch_script_without_srun_is_no_task() -> None:
+    """It is given the numbers of a job of which it is no part; a rank would wait for others that nobody starts."""
+    script = {name: value for name, value in (TASKS | FIRST).items() if name != "SLURM_STEP_ID"}
+    said = refusal(script)
+    assert "SLURM_STEP_ID is not set" in said
+    assert "srun" in said

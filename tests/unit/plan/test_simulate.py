@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -321,12 +322,20 @@ def test_a_process_with_a_group_of_its_own_is_not_planned_in() -> None:
     """The fake group would take its place."""
     import torch.distributed as dist
 
+    before = dict(os.environ)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         with pytest.raises(ValueError, match="twice"):
             make_plan(tiny("parallel=fsdp"), load_hardware("a100"), 2)
     finally:
         dist.destroy_process_group()
+    assert os.environ == before, "what comes next would take itself for a rank"
+
+
+def test_a_deepspeed_plan_does_not_choose_the_device_of_later_processes() -> None:
+    before = os.environ.get("DS_ACCELERATOR")
+    make_plan(tiny("parallel=zero3"), load_hardware("a100"), 2)
+    assert os.environ.get("DS_ACCELERATOR") == before
 
 
 def test_what_cannot_run_cannot_be_simulated() -> None:

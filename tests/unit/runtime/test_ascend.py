@@ -101,7 +101,7 @@ def test_pairs(torch: str, needs: str, fits: bool) -> None:
         what, mend = problem
         assert what == f"torch_npu 2.13.0 needs torch {needs} and torch {torch} is installed"
         assert mend.startswith(
-            f"pip install torch_npu=={torch.split('+')[0]}, or pip install torch=={needs} --index-url"
+            f"pip install torch_npu=={torch.split('+')[0]}, or pip install torch=={needs} from PyTorch's index"
         )
 
 
@@ -115,7 +115,7 @@ def test_a_cuda_build_beside_torch_npu() -> None:
     problem = build_problem(packages, {})
     assert problem is not None
     assert "torch 2.13.0 is a build for CUDA 13.0 and torch_npu is installed beside it" in problem[0]
-    assert "pip install torch==2.13.0 --index-url" in problem[1]
+    assert "pip install torch==2.13.0 from PyTorch's index of CPU builds" in problem[1]
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in problem[1]
     assert build_problem(packages, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) is None
     assert build_problem(PAIR, {}) is None
