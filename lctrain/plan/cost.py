@@ -86,6 +86,9 @@ def cost_of(
     flops = 0.0
     if packet in _WHOLE:
         flops = _WHOLE[packet](*args)
+        if packet in (aten.matmul_backward, aten.linear_backward):
+            # Two products, each of which reads or writes all three matrices.
+            moved = sum(_bytes(x) for x in args[:3]) * sum(args[3][:2])
     elif packet in flop_registry:
         flops = float(flop_registry[packet](*args, out_val=out))
     dtype = inputs[0].dtype if inputs else made[0].dtype

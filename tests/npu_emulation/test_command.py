@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -16,12 +17,12 @@ TINY = (
     "parallel=fsdp_sp",
     "data.max_length=2048",
     "train.max_steps=3",
-    "eval.max_sequences=2",
+    "eval.max_sequences=1",
+    f"data.path={Path(asyncio.__file__).parent}",
 )
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
-@pytest.mark.timeout(400)  # two whole runs
 def test_a_real_run_gives_the_cpu_s_losses(emulation: Emulation, tmp_path: Path) -> None:
     log = tmp_path / "calls"
     words = (*TINY, "device=npu", "run_dir=npu")
@@ -29,7 +30,7 @@ def test_a_real_run_gives_the_cpu_s_losses(emulation: Emulation, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "2 x Ascend910B3" in done.stdout
     assert "environment: set HCCL_CONNECT_TIMEOUT=1800" in done.stdout
-    assert lctrain(*TINY, "device=cpu", "run_dir=cpu", cwd=tmp_path).returncode == 0
+    assert emulation.lctrain(*TINY, "device=cpu", "run_dir=cpu", cwd=tmp_path).returncode == 0
     for name in ("loss", "grad_norm"):
         right = column(tmp_path / "cpu", name)
         np.testing.assert_allclose(column(tmp_path / "npu", name), right, rtol=1e-5, err_msg=name)
@@ -67,7 +68,9 @@ def test_memory_that_runs_out_becomes_advice(emulation: Emulation, tmp_path: Pat
 def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(
     emulation: Emulation, tmp_path: Path, words: tuple[str, ...], soc: str
 ) -> None:
-    words = ("plan", "recipe=llama_tiny_32k", "data.max_length=4096", *words)
+    # Wide enough for products to take their arithmetic's time and not that of a launch.
+    wide = ("model.architecture.hidden_size=1024", "model.architecture.intermediate_size=2816")
+    words = ("plan", "recipe=llama_tiny_32k", "data.max_length=4096", *wide, *words)
     found = {}
     for device in ("npu", "cpu"):
         run = {"cwd": tmp_path, "EMULATED_NPU_SOC": soc}
@@ -77,8 +80,7 @@ def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(
         assert found[device]["traced_on"] == device
     assert found["npu"]["peak_bytes"] == pytest.approx(found["cpu"]["peak_bytes"], rel=0.01)
     for part in ("matmul_s", "attention_s"):
-        # torch_npu's linear layers are one operation backward, which reads its operands once and not twice.
-        assert found["npu"]["step"][part] == pytest.approx(found["cpu"]["step"][part], rel=0.05), part
+        assert found["npu"]["step"][part] == pytest.approx(found["cpu"]["step"][part], rel=0.01), part
 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
