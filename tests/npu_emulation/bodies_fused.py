@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-ARCHITECTURE = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-
 
 def fused_equals_plain(ranks: Any, device_type: str) -> dict[str, float]:
     """Largest differences of the fused model's loss and of every gradient, relative to the plain one's largest number.
@@ -24,19 +12,18 @@ def fused_equals_plain(ranks: Any, device_type: str) -> dict[str, float]:
     """
     import torch
 
-    from lctrain.config.model import AttentionKernel, CausalLMConfig, ModelInit
+    from lctrain.config.model import AttentionKernel
     from lctrain.models.causal_lm import build_meta
-    from lctrain.models.check import read_config
     from lctrain.models.materialize import init_random, materialize_empty
     from lctrain.models.npu_fused import fuse
     from lctrain.ops.attention.interface import attend_batch
     from lctrain.ops.attention.select import select_kernel
     from lctrain.runtime.device import Accelerator
+    from tests.unit.models.tiny_models import config_of
 
     device = Accelerator(device_type, ranks.rank)
     device.activate()
-    config = read_config(CausalLMConfig(architecture=ARCHITECTURE, init=ModelInit.random), max_length=24)
-    model = build_meta(config)
+    model = build_meta(config_of("llama"))
     materialize_empty(model, device.torch_device)
     init_random(model, seed=0)
     kernel = select_kernel(AttentionKernel.auto, device_type=device_type, dtype=torch.float32)

@@ -4,14 +4,12 @@
 // emulated is refused, never ignored; what the real operator ignores in silence (a sparse mode without its mask) is
 // ignored here too, with a line on stderr.
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <string>
 
+#include "call_log.hpp"
 #include "objects.hpp"
 
 namespace {
@@ -232,10 +230,7 @@ void backward(const Attention& a, const Tensor& grad, const Tensor& maxima, cons
 }
 
 void log_call(const char* name, const Attention& a) {
-    static FILE* file = [] {
-        const char* prefix = getenv("EMULATED_NPU_LOG");
-        return prefix ? fopen((std::string(prefix) + "." + std::to_string(getpid())).c_str(), "a") : nullptr;
-    }();
+    FILE* file = call_log();
     if (!file) return;
     fprintf(file, "EMULATED %s layout=%s queries=%ld keys=%ld heads=%ld kv_heads=%ld dim=%ld sparse=%ld mask=%d documents=%zu\n",
             name, a.layout.c_str(), long(a.q_length), long(a.k_length), long(a.heads), long(a.kv_heads), long(a.head_dim),

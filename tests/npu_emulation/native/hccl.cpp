@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "call_log.hpp"
+
 #define API extern "C" __attribute__((visibility("default")))
 using Status = int;
 
@@ -58,10 +60,7 @@ double now() {
 }
 
 void log_call(const char* name, uint64_t count, int dtype, const Communicator& one) {
-    static FILE* file = [] {
-        const char* prefix = getenv("EMULATED_NPU_LOG");
-        return prefix ? fopen((std::string(prefix) + "." + std::to_string(getpid())).c_str(), "a") : nullptr;
-    }();
+    FILE* file = call_log();
     if (!file) return;
     fprintf(file, "EMULATED %s rank=%u of=%u count=%lu dtype=%d\n", name, one.rank, one.size, (unsigned long)count, dtype);
     fflush(file);
