@@ -1,4 +1,4 @@
-"""Ascend's fused operators in a Hugging Face model: one patch, which can be undone.
+"""Ascend's fused operators in a Hugging Face model: one patch of that model alone, which can be undone.
 
 What is replaced is found by what it computes from a few random numbers, not by its name alone: a norm that scales by
 1 + weight (Gemma's) and an MLP with a multiplier stay as they are. Modules keep their parameters and names.
@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MethodType, ModuleType
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ class Fused:
 def fuse(model: CausalLM) -> Fused:
     """Let `model` (on meta or not, not yet laid out) compute with lctrain/ops/npu_fused.py where it can.
 
-    The rotary function is its modeling module's, so every model of the family in this process uses the fused one
-    until `undo`, which takes away what was put over the same forwards later. Raises ModelError when nothing in the
-    model is what the fused operators compute.
+    `undo` also takes away what was put over the same forwards later. Raises ModelError when nothing in the model is
+    what the fused operators compute.
     """
     hf, layers = model.model, decoder_layers(model)
     undo = ExitStack()
@@ -56,14 +56,9 @@ def fuse(model: CausalLM) -> Fused:
         norms = [m for m in hf.modules() if _is_rms_norm(m)]
         mlps = [m for m in hf.modules() if _is_swiglu(m)]
         rotating = [_rotary_modules(layer) for layer in layers] if _rotates_whole_heads(hf) else []
-    for module in norms:
-        _replace(vars(module), "forward", MethodType(_norm_forward, module), undo)
-    for module in mlps:
-        _replace(vars(module), "forward", MethodType(_mlp_forward, module), undo)
-    for name in {module.__name__ for modules in rotating for module in modules}:
-        namespace = vars(sys.modules[name])
-        if namespace[_ROTARY] is not _rotary:
-            _replace(namespace, _ROTARY, _rotary, undo)
+    for modules, forward in ((norms, _norm_forward), (mlps, _mlp_forward), (chain(*rotating), _attention_forward)):
+        for module in modules:
+            _replace(vars(module), "forward", MethodType(forward, module), undo)
     fused = Fused(len(norms), len(mlps), sum(map(bool, rotating)), undo.close)
     if not (fused.norms or fused.mlps or fused.layers):
         raise ModelError(
@@ -79,6 +74,16 @@ def _norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def _mlp_forward(self: Any, states_BSC: torch.Tensor) -> torch.Tensor:
     return self.down_proj(ops.swiglu(self.gate_proj(states_BSC), self.up_proj(states_BSC)))
+
+
+def _attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own, which finds the rotary function among its Python module's names, where others look too."""
+    namespace = _namespace(self)
+    plain, namespace[_ROTARY] = namespace[_ROTARY], _rotary
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        namespace[_ROTARY] = plain
 
 
 def _rotary(
@@ -148,11 +153,15 @@ def _rotates_whole_heads(hf: Any) -> bool:
     return bool(embeddings) and whole and dim < ops.MAX_HEAD_DIM and config.num_attention_heads < ops.MAX_HEADS
 
 
-def _rotary_modules(layer: nn.Module) -> list[ModuleType]:
-    """The Python modules of a layer's attention whose rotary function is, or has been, the plain one."""
-    names = {type(m).__module__ for m in layer.modules() if "attention" in type(m).__name__.lower()}
-    modules = [sys.modules[name] for name in sorted(names)]
-    return [m for m in modules if getattr(m, _ROTARY, None) is _rotary or _is_rotary(getattr(m, _ROTARY, None))]
+def _rotary_modules(layer: nn.Module) -> list[nn.Module]:
+    """A layer's attention, if the rotary function it calls is the plain one."""
+    attention = (m for m in layer.modules() if "attention" in type(m).__name__.lower())
+    return [m for m in attention if _is_rotary(_namespace(m).get(_ROTARY))]
+
+
+def _namespace(module: nn.Module) -> dict[str, Any]:
+    """The names of the Python module that defines a module's class."""
+    return vars(sys.modules[type(module).__module__])
 
 
 def _is_rotary(function: Any) -> bool:

@@ -70,7 +70,7 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> Documented:
 
 @contextmanager
 def fused(model: CausalLM) -> Iterator[Fused]:
-    """The patch, undone at the end whatever happens: it reaches into transformers' modules."""
+    """The patch, undone at the end whatever happens."""
     patch = fuse(model)
     try:
         yield patch
@@ -95,6 +95,13 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert difference < 1e-5, (name, difference)
 
 
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """The same bits."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
 def rotary_of(model: CausalLM) -> Any:
     """The rotary function the model's modeling module has now."""
     return sys.modules[type(model.model).__module__].apply_rotary_pos_emb
@@ -112,8 +119,7 @@ def test_forward_and_backward_equal_the_plain_model(family: str, documented: Doc
     assert rotary_of(model) is plain_rotary
     assert all(m.forward == forwards[m] for m in model.modules())
     assert all("forward" not in vars(m) for m in model.modules())
-    again = step(model)
-    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert_equal(step(model), plain)
     assert sum(documented.calls.values()) == norms + 6
 
 
@@ -189,15 +195,27 @@ def test_adapters_stay_in_the_fused_mlp(documented: Documented) -> None:
     assert any("lora" in name and "gate_proj" in name for name in plain)
 
 
-def test_two_models_of_a_family_share_the_rotary_function(documented: Documented) -> None:
+def test_another_model_of_the_family_stays_plain(documented: Documented) -> None:
     first, second = random_model(), random_model(seed=1)
     plain, function = step(second), rotary_of(first)
     with fused(first):
+        step(first)
+        calls = dict(documented.calls)
+        assert_equal(step(second), plain)
+        assert documented.calls == calls
+        assert rotary_of(first) is function
         with fused(second) as patch:
             assert patch.layers == 2
             assert_close(step(second), plain)
-        assert rotary_of(first) is not function  # the first one's patch still stands
-    assert rotary_of(first) is function
+
+
+def test_a_forward_that_fails_leaves_the_rotary_function(documented: Documented) -> None:
+    model = random_model()
+    function = rotary_of(model)
+    model.model.model.layers[1].self_attn.o_proj = nn.Linear(3, 3)
+    with fused(model), pytest.raises(RuntimeError):
+        step(model)
+    assert rotary_of(model) is function
 
 
 def test_a_norm_of_another_formula_stays_as_it_is(documented: Documented) -> None:
