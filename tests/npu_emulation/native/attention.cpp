@@ -151,6 +151,22 @@ void add(float* into, float factor, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; i++) into[i] += factor * values[i];
 }
 
+// [rows, dim] to [dim, rows].
+std::vector<float> turned(const std::vector<float>& rows, int64_t dim) {
+    std::vector<float> found(rows.size());
+    const int64_t count = rows.size() / dim;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < dim; d++) found[d * count + i] = rows[i * dim + d];
+    return found;
+}
+
+// Products of one row with those of a span, which are `columns` turned: long loops, where `dot` has short ones.
+void products(const float* row, const std::vector<float>& columns, int64_t dim, Span span, std::vector<float>& into) {
+    std::fill(into.begin() + span.from, into.begin() + span.to, 0.f);
+    for (int64_t d = 0; d < dim; d++)
+        add(&into[span.from], row[d], &columns[d * into.size() + span.from], span.to - span.from);
+}
+
 // Where the statistics of a row are: [T, N, 8] for packs in layout TND, else [B, N, S, 8].
 int64_t statistic(const Attention& a, const Document& doc, int64_t head, int64_t i) {
     if (a.packed()) return ((doc.q_start + i) * a.heads + head) * kCopies;
@@ -163,15 +179,15 @@ void forward(const Attention& a, const Tensor& maxima, const Tensor& sums, const
         for (int64_t head = 0; head < a.heads; head++) {
             const int64_t kv_head = head / (a.heads / a.kv_heads);
             const auto queries = rows_of(q, doc.batch, doc.q_start, doc.rows, head, a.head_dim);
-            const auto keys = rows_of(k, doc.batch, doc.k_start, doc.columns, kv_head, a.head_dim);
+            const auto keys = turned(rows_of(k, doc.batch, doc.k_start, doc.columns, kv_head, a.head_dim), a.head_dim);
             const auto values = rows_of(v, doc.batch, doc.k_start, doc.columns, kv_head, a.value_dim);
             std::vector<float> scores(doc.columns), row(a.value_dim);
             for (int64_t i = 0; i < doc.rows; i++) {
                 const Span span = a.span(i, doc.rows, doc.columns);
                 float top = kNothing;
+                products(&queries[i * a.head_dim], keys, a.head_dim, span, scores);
                 for (int64_t j = span.from; j < span.to; j++) {
-                    const bool hidden = a.hidden(doc.batch, head, i, j);
-                    scores[j] = hidden ? kNothing : a.scale * dot(&queries[i * a.head_dim], &keys[j * a.head_dim], a.head_dim);
+                    scores[j] = a.hidden(doc.batch, head, i, j) ? kNothing : a.scale * scores[j];
                     top = std::max(top, scores[j]);
                 }
                 double sum = 0;
@@ -204,18 +220,21 @@ void backward(const Attention& a, const Tensor& grad, const Tensor& maxima, cons
             const auto values = rows_of(v, doc.batch, doc.k_start, doc.columns, kv_head, wide);
             const auto outs = rows_of(o, doc.batch, doc.q_start, doc.rows, head, wide);
             const auto grads = rows_of(g, doc.batch, doc.q_start, doc.rows, head, wide);
+            const auto turned_keys = turned(keys, dim), turned_values = turned(values, wide);
             std::vector<float> to_q(queries.size()), to_k(keys.size()), to_v(values.size());
+            std::vector<float> scores(doc.columns), to_weights(doc.columns);
             for (int64_t i = 0; i < doc.rows; i++) {
                 const int64_t place = statistic(a, doc, head, i);
                 const float top = maxima.get(place), sum = sums.get(place);
                 if (!(sum > 0)) continue;
                 const float delta = dot(&grads[i * wide], &outs[i * wide], wide);
                 const Span span = a.span(i, doc.rows, doc.columns);
+                products(&queries[i * dim], turned_keys, dim, span, scores);
+                products(&grads[i * wide], turned_values, wide, span, to_weights);
                 for (int64_t j = span.from; j < span.to; j++) {
                     if (a.hidden(doc.batch, head, i, j)) continue;
-                    const float score = a.scale * dot(&queries[i * dim], &keys[j * dim], dim);
-                    const float weight = std::exp(score - top) / sum;
-                    const float ds = a.scale * weight * (dot(&grads[i * wide], &values[j * wide], wide) - delta);
+                    const float weight = std::exp(a.scale * scores[j] - top) / sum;
+                    const float ds = a.scale * weight * (to_weights[j] - delta);
                     add(&to_v[j * wide], weight, &grads[i * wide], wide);
                     add(&to_q[i * dim], ds, &keys[j * dim], dim);
                     add(&to_k[j * dim], ds, &queries[i * dim], dim);
