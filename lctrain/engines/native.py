@@ -1,7 +1,6 @@
 """single, DDP, FSDP2 and HSDP with torch's own parts.
 
-FSDP2's averaging is turned off where the
-model is sharded (parallel/apply.py); DDP's is cancelled here.
+FSDP2's averaging is turned off where the model is sharded (parallel/apply.py); DDP's is cancelled here.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lctrain.config.parallel import DdpConfig, GradientDtype, ParallelConfig
 from lctrain.engines.base import StepResult
+from lctrain.engines.buffers import KeptBuffers
 from lctrain.engines.sharded_state import read, write
 from lctrain.optim.loss_scale import LossScale
 from lctrain.runtime.mesh import Mesh
@@ -55,6 +55,7 @@ class NativeEngine:
         self._mesh, self._overflow, self._step_began = mesh, overflow, False
         self._device_type = mesh.device.type
         self._autocast_dtype = autocast_dtype
+        self._buffers = KeptBuffers(module)
         self.companions: dict[str, torch.Tensor] = {}
         self.model: nn.Module = _ddp(module, parallel, mesh) if isinstance(parallel, DdpConfig) else module
 
@@ -65,9 +66,8 @@ class NativeEngine:
         FSDP2 reduce-scatters every micro-batch, so that no rank ever holds a whole gradient, and sums
         across replicas only at the last.
         """
-        if self._overflow is not None and not self._step_began:
-            self._overflow.clear()
-        self._step_began = True
+        if not self._step_began:
+            self._begin_step()
         hold: AbstractContextManager[Any] = nullcontext()
         if isinstance(self.model, DistributedDataParallel) and not last:
             hold = self.model.no_sync()
@@ -100,7 +100,7 @@ class NativeEngine:
                 yield name, grad / self.scale.value
 
     def step(self, lr: float) -> StepResult:
-        """Unscale, clip, update and zero. A non-finite norm skips the update on every rank alike."""
+        """Unscale, clip, update and zero. A non-finite norm skips the whole step, buffers too, on every rank alike."""
         grad_norm = math.inf if self._overflowed() else self.grad_norm()
         finite = math.isfinite(grad_norm)
         self._step_began = False
@@ -109,6 +109,8 @@ class NativeEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+        else:
+            self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.scale.update(finite=finite)
         return StepResult(grad_norm, not finite)
@@ -128,6 +130,12 @@ class NativeEngine:
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read this rank's shards in place."""
         read(folder, self.module, self.optimizer if optimizer else None, self.companions)
+
+    def _begin_step(self) -> None:
+        self._step_began = True
+        if self._overflow is not None:
+            self._overflow.clear()
+        self._buffers.keep()
 
     def _overflowed(self) -> bool:
         """Whether any rank's flag is up: saturated gradients look finite (axes: all)."""
