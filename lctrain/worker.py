@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lctrain.config.plain import load
 from lctrain.config.root import TrainConfig
-from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError, TrainingStopped
+from lctrain.errors import EXIT_BUG, EXIT_ECHO, EXIT_PREEMPTED, LctrainError, TrainingStopped
 from lctrain.runtime.ascend import import_torch
 from lctrain.runtime.process import Ranks, connect, read_ranks, stop_groups
 
@@ -54,7 +54,7 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     from lctrain.train.gate import PeerFailed
     from lctrain.train.out_of_memory import explain
     from lctrain.train.session import Session
-    from lctrain.train.stop import StopFlag
+    from lctrain.train.stop import StopFlag, StoppedEarly
 
     # Whole tensors are put together one at a time only to compare or to save; torch warns that this is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -71,6 +71,9 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         return code
     except PeerFailed:
         return EXIT_ECHO
+    except StoppedEarly:
+        _say_first(store, "stopped before the first step; the same command starts it again")
+        return EXIT_PREEMPTED
     except LctrainError as error:
         return error.exit_code if _say_first(store, f"error: {error}") else EXIT_ECHO
     except TrainingStopped as error:

@@ -102,7 +102,7 @@ class Session:
         """Check, then prepare on the node's first rank while the others wait; then open on every rank.
 
         Gives a split or None for each name. Raises what `check` and the regime's prepare raise, on the first rank;
-        PeerFailed on the others.
+        PeerFailed on the others; StoppedEarly after a signal to stop.
         """
         keys: dict[str, str] = {}
 
@@ -113,9 +113,10 @@ class Session:
                 keys[split] = prepared.key if prepared else ""
             return ",".join(keys[s] for s in splits)
 
-        note = first_on_node(
-            self.ranks, self.store, "prepared", first, lambda text: text, self.config.launch.prepare_timeout_s
-        )
+        with self.stop.at_once():
+            note = first_on_node(
+                self.ranks, self.store, "prepared", first, lambda text: text, self.config.launch.prepare_timeout_s
+            )
         return {
             split: self.input.open(key, split) if key else None
             for split, key in zip(splits, note.split(","), strict=True)

@@ -1,12 +1,21 @@
-"""SIGTERM and Ctrl-C: finish the step, save, exit. A second Ctrl-C leaves at once."""
+"""SIGTERM and Ctrl-C: finish the step, save, exit. A second Ctrl-C leaves at once.
+
+Before the first step there is nothing to finish: what is prepared (text, images) is given up at once.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StoppedEarly(BaseException):
+    """A signal came before there was a step to finish. No Exception: what retries or explains those lets it through."""
 
 
 class StopFlag:
@@ -15,12 +24,24 @@ class StopFlag:
     def __init__(self) -> None:
         self.requested = False
         self._interrupts = 0
+        self._at_once = False
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT of this process, though not of helpers it forks."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._let_go)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raise StoppedEarly for a signal inside, or one that has come already, instead of keeping it for a step."""
+        self._at_once = True
+        try:
+            if self.requested:
+                raise StoppedEarly
+            yield
+        finally:
+            self._at_once = False
 
     def _let_go(self) -> None:
         # A pool ends its processes by SIGTERM and waits for them without limit: that must end them at once. A
@@ -35,3 +56,5 @@ class StopFlag:
             self._interrupts += 1
             if self._interrupts > 1:
                 os._exit(128 + signal.SIGINT)
+        if self._at_once:
+            raise StoppedEarly

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -18,8 +21,12 @@ def run(command: Any) -> int:
     if command.show_config:
         return _show(cfg)
     report = partial(print, flush=True)
-    train = prepare_images(cfg, split="train", report=report, verify=True)
-    held = prepare_images(cfg, split="eval", report=report, verify=True)
+    try:
+        train = prepare_images(cfg, split="train", report=report, verify=True)
+        held = prepare_images(cfg, split="eval", report=report, verify=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)  # threads that read from the source would be waited for
     assert train is not None
     if held is None:
         report("data: the source has no validation part (val/, validation/ or test/); data.eval_source gives one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,37 @@ def test_a_killed_stage_goes_on_where_it_was(store: ObjectStore, tmp_path: Path)
     assert not {f"set/{name}" for name in names[:rows]} & set(store.served)
     # What was read ahead when it was killed was read again, and counts.
     assert found.manifest.source_bytes <= found.manifest.remote_bytes <= store.body_bytes
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)], ids=str)
+def test_a_stage_that_waits_for_its_source_ends_at_once(
+    store: ObjectStore, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = _start(_held_stage(store, tmp_path), tmp_path)
+    assert store.held.wait(LIMIT_S)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == code
+    _, err = process.communicate()
+    assert err == ("interrupted; the same command goes on where this one stopped\n" if code == 130 else "")
+
+
+def test_training_that_still_stages_ends_at_once(store: ObjectStore, tmp_path: Path) -> None:
+    _, *words = _held_stage(store, tmp_path)
+    process = _start(["recipe=lenet_fashion_mnist", *words, "run_dir=run"], tmp_path)
+    assert store.held.wait(LIMIT_S)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 75
+    _, err = process.communicate()
+    assert err == "stopped before the first step; the same command starts it again\n"
+    assert not (tmp_path / "run").exists()
+
+
+def _held_stage(store: ObjectStore, folder: Path) -> list[str]:
+    """The words of a stage whose store stops answering after some images; a read waits for it longer than a test."""
+    store.put({f"{'ab'[n % 2]}/{n:03d}.jpg": picture(n) for n in range(40)}, "set")
+    store.hold_after = 20
+    source = [f"data.source=s3://{store.bucket}/set", f"data.endpoint_url={store.url}", f"data.timeout_s={2 * LIMIT_S}"]
+    return ["stage", *source, f"data.cache={folder / 'c'}"]
 
 
 def _start(words: list[str], cwd: Path) -> subprocess.Popen[str]:

@@ -106,6 +106,21 @@ def test_the_session_gets_the_config_and_a_stop_flag_that_hears_signals(play: An
     assert play(rank_main) == 75
 
 
+def test_a_signal_before_the_first_step_ends_the_rank_there(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def while_preparing(session: Any) -> int:
+        with session.stop.at_once():
+            signal.raise_signal(signal.SIGTERM)
+        return 1
+
+    def just_before(session: Any) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        with session.stop.at_once():
+            return 1
+
+    assert [play(while_preparing), play(just_before)] == [75, 75]
+    assert capsys.readouterr().err == "stopped before the first step; the same command starts it again\n"
+
+
 def test_memory_that_ran_out_is_the_users_to_mend_and_has_no_traceback(
     play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

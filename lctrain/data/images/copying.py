@@ -56,6 +56,8 @@ class Copier:
             # What is left out at the very end belongs to a shard too, if one without rows.
             if writer.shard.rows or writer.shard.skipped:
                 done(self._finish(writer, names))
+            else:
+                writer.remove()
         finally:
             writer.abandon()
 
@@ -115,7 +117,8 @@ class Copier:
                 first, made = pending.popleft()
                 yield first, made.result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            # All are done, or none is wanted: what is still being read or tried again must not hold up the end.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _in_memory(self, start: Cursor, end: Cursor | None) -> Iterator[tuple[Item, _Made | BadImage]]:
         for item in self._source.read(start):

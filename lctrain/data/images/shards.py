@@ -101,6 +101,11 @@ class ShardWriter:
         """Close the file and leave it as it is: the next copy removes it."""
         self._file.close()
 
+    def remove(self) -> None:
+        """Close the file and take it away: there is nothing to put into it."""
+        self._file.close()
+        self._partial.unlink()
+
     def _flush(self) -> None:
         import pyarrow as pa
 
