@@ -41,12 +41,12 @@ def prepare_images(
     if where.path is not None and _cache(cfg).resolve().is_relative_to(where.path.resolve()):
         raise ConfigError(f"data.cache={cfg.cache} lies inside {where.title}; give a folder outside the source")
     folder = _cache(cfg) / _key(cfg, where)
-    nothing = folder.with_name(f"{folder.name}.none")  # spares asking an object store at every start
-    if nothing.is_file() and not verify:
+    staged = (folder / MANIFEST).is_file()
+    if not staged and not verify and _nothing(folder).is_file():
         return None
     try:
         read: int | None = 0
-        if verify or not (folder / MANIFEST).is_file():
+        if verify or not staged:
             with only_writer(folder, report=report):
                 read = _fill(cfg, where, folder, report, verify)
     except OSError as error:
@@ -105,8 +105,9 @@ def _fill(cfg: ImagesConfig, where: Location, folder: Path, report: Report, veri
     known = partial(_training_classes, cfg, report) if where.split == "eval" else None
     source = open_images_source(cfg, where, known=known)
     if source is None:
-        folder.with_name(f"{folder.name}.none").touch()
+        _nothing(folder).touch()
         return None
+    _nothing(folder).unlink(missing_ok=True)
     if cfg.resize_short is not None and source.raw_shape is not None:
         raise DataError(
             f"data.resize_short={cfg.resize_short} does not apply to {source.title}, whose idx files hold pixels; "
@@ -119,6 +120,11 @@ def _fill(cfg: ImagesConfig, where: Location, folder: Path, report: Report, veri
         report(f"stage: copying {source.title} ({size_text(source.source_bytes)}) to {folder}")
         stage(folder, source, known=known() if known else None, resize_short=cfg.resize_short, report=report)
     return source.bytes_read()
+
+
+def _nothing(folder: Path) -> Path:
+    """Marks that the source has none of these images: spares asking an object store at every start."""
+    return folder.with_name(f"{folder.name}.none")
 
 
 def _training_classes(cfg: ImagesConfig, report: Report) -> list[str]:
@@ -142,10 +148,11 @@ def _tell(store: ImageStore, where: Location, report: Report, *, seconds: float)
         else "already staged, 0 bytes read from the source"
     )
     report(f"data: {where.title} ({where.split}): {store.summary}; {how}; {seconds:.2f} s")
-    if manifest.skipped and where.split == "train":
+    if manifest.skipped:
+        places = manifest.skipped_places
         more = "; ..." if manifest.skipped > PLACES_SHOWN else ""
+        which = f"the first {len(places)} " if manifest.skipped > len(places) else ""
         report(
-            f"data: images left out, for they do not decode: {manifest.skipped:,} (listed in "
-            f"{store.folder / MANIFEST}): "
-            f"{'; '.join(manifest.skipped_places[:PLACES_SHOWN])}{more}"
+            f"data: images of {where.title} ({where.split}) left out, for they do not decode: {manifest.skipped:,} "
+            f"({which}listed in {store.folder / MANIFEST}): {'; '.join(places[:PLACES_SHOWN])}{more}"
         )

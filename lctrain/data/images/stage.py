@@ -51,6 +51,9 @@ def stage(
         copier.rest(last.end if kept else START, names, number=len(kept), done=done)
     _finish(partial, source, shards, names)
     partial.rename(folder)
+    # Only now: an end between these two lines must not look like a copy without a plan.
+    for record in (folder / PLAN, *folder.glob("images-*.arrow.json")):
+        record.unlink()
 
 
 def _again(copier: Copier, shard: Shard, source: ImageSource, known: list[str] | None, found: list[str] | int) -> Shard:
@@ -139,8 +142,6 @@ def _finish(partial: Path, source: ImageSource, shards: list[Shard], names: Clas
         listing=source.digest(),
     )
     write_json(partial / MANIFEST, asdict(manifest))
-    for record in (partial / PLAN, *partial.glob("images-*.arrow.json")):
-        record.unlink()
 
 
 def _fingerprint(classes: list[str], raw_shape: tuple[int, int, int] | None, shards: list[Shard]) -> str:

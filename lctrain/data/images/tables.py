@@ -58,7 +58,7 @@ class TableSource(FilesSource):
         try:
             file = self._open(entry) if number else self._first
             yield from read(file, row, [self._image, self._label])
-        except (pa.ArrowException, KeyError) as error:
+        except (pa.ArrowException, KeyError, OSError) as error:
             raise self._unreadable(entry, error) from error
 
     def _open(self, entry: Entry) -> Any:
@@ -74,7 +74,7 @@ class TableSource(FilesSource):
             if entry.path.lower().endswith(".parquet"):
                 return pq.ParquetFile(self._first).schema_arrow
             return _open_arrow(self._first).schema
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise self._unreadable(entry, error) from error
 
     def _unreadable(self, entry: Entry, error: Exception) -> DataError:

@@ -58,6 +58,15 @@ def test_tables_that_do_not_fit(tmp_path: Path) -> None:
         train(path)
 
 
+def test_damaged_columns_are_the_files_fault(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, [picture(n) for n in range(3)], [0, 0, 1], compression="snappy")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
+    with pytest.raises(DataError, match=r"x\.parquet cannot be read as a whole file"):
+        rows(train(path))
+
+
 # -- Hugging Face
 
 

@@ -128,8 +128,35 @@ def test_images_that_do_not_decode_are_counted_and_listed(tmp_path: Path) -> Non
     assert len(store) == 6
     assert store.manifest.skipped == 4
     assert [place.split(": ")[0] for place in store.manifest.skipped_places] == [f"a/{n}" for n in sorted(bad)]
-    assert said[-1].startswith("data: images left out, for they do not decode: 4 (listed in ")
+    counted = "left out, for they do not decode: 4 (listed in "
+    assert said[-1].startswith(f"data: images of data.source={tmp_path / 'source'} (train) {counted}")
     assert said[-1].endswith("; ...")
+
+
+def test_many_images_that_do_not_decode_are_listed_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, bad in (("train", 1), ("val", 3)):
+        write_folder(tmp_path / "source" / part, {"a": 1})
+        for number in range(bad):
+            (tmp_path / "source" / part / "a" / f"bad{number}.jpg").write_bytes(b"no")
+    for module in ("shards", "stage"):
+        monkeypatch.setattr(f"lctrain.data.images.{module}.PLACES_KEPT", 2)
+    said: list[str] = []
+    store = staged(config(tmp_path), "eval", report=said.append)
+    assert "(eval) left out, for they do not decode: 3 (the first 2 listed in " in said[-1]
+    assert (store.manifest.skipped, len(store.manifest.skipped_places)) == (3, 2)
+
+
+def test_validation_images_that_come_later_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store is not asked at every start: `stage` looks again, and what it finds is there for good."""
+    monkeypatch.setattr("lctrain.data.images.location.Location.signature", lambda self: [])
+    write_folder(tmp_path / "source" / "train", {"a": 2})
+    cfg = config(tmp_path)
+    assert prepare_images(cfg, split="eval") is None
+    write_folder(tmp_path / "source" / "val", {"a": 1})
+    assert prepare_images(cfg, split="eval") is None
+    assert len(staged(cfg, "eval", verify=True)) == 1
+    assert len(staged(cfg, "eval")) == 1
+    assert not list((tmp_path / "cache").glob("*.none"))
 
 
 def test_nothing_that_decodes_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:

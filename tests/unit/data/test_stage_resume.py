@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from tests.unit.data.staging import Stopped, config, content, fill_shards_early,
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """See fill_shards_early."""
     fill_shards_early(monkeypatch)
+
+
+def _stop_at_folder(rename: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+    def stopping(path: Path, target: Path) -> Path:
+        if path.is_dir():
+            raise Stopped
+        return rename(path, target)
+
+    return stopping
 
 
 def test_an_interrupted_copy_goes_on(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +47,23 @@ def test_an_interrupted_copy_goes_on(tmp_path: Path, small_shards: None, monkeyp
     assert [s["sha256"] for s in store.manifest.shards] == [s["sha256"] for s in straight.manifest.shards]
     # What was read for the shard that was not finished counts too.
     assert 1 <= store.manifest.read_amplification < 1.4
+
+
+def test_an_end_between_manifest_and_rename_loses_nothing(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "source", {"a": 5, "b": 5})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", _stop_at_folder(Path.rename))
+        with pytest.raises(Stopped):
+            staged(config(tmp_path))
+    assert list((tmp_path / "cache").glob("*.partial/manifest.json"))
+    with monkeypatch.context() as patch:
+        read = stop_after(patch, 99)
+        store = staged(config(tmp_path))
+    assert read == []
+    assert content(store) == content(staged(config(tmp_path, cache=str(tmp_path / "straight"))))
+    assert sorted(p.suffix for p in store.folder.iterdir()) == [".arrow"] * 4 + [".json"]
 
 
 def test_a_damaged_shard_of_an_interrupted_copy_is_copied_again(
