@@ -59,11 +59,9 @@ class RunDir:
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget records after `step`, so that a continued run has each step once."""
-        if not self.metrics.is_file():
-            return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        _replace(self.metrics, "".join(f"{line}\n" for line in kept))
+        if self.metrics.is_file():
+            kept = [record for record in read_records(self.metrics) if record["step"] <= step]
+            _replace(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept))
 
     def write_classes(self, names: list[str]) -> None:
         """Remember what labels mean, which the images' cache may not for ever."""
@@ -96,11 +94,17 @@ def json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 2**62  # a line cut short by a crash is dropped
+def read_records(metrics: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, but for lines that a crash cut short or that are no record."""
+    records = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
 
 
 def _replace(path: Path, text: str) -> None:

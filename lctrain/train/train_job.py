@@ -13,7 +13,7 @@ from lctrain.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
 from lctrain.optim.build import optimizer_signature
 from lctrain.optim.schedule import describe_peak, lr_factor, peak_lr
 from lctrain.runtime.mesh import Mesh
-from lctrain.train.callbacks.base import Callback
+from lctrain.train.callbacks.base import Callback, close_all
 from lctrain.train.callbacks.build import build_callbacks
 from lctrain.train.checkpoint import Identity, TrainState, find, read_state, save_checkpoint
 from lctrain.train.regime import Job, Split, build_job
@@ -43,7 +43,9 @@ def rank_main(session: Session) -> int:
     session.log(describe_peak(config.optim, order.global_batch_size))
     mesh = session.connect()
     job = build_job(session, mesh, data["train"], init_weights=not checkpoint)
-    state = _continue(session, job, run_dir, Path(checkpoint)) if checkpoint else TrainState()
+    state = _continue(session, job, Path(checkpoint)) if checkpoint else TrainState()
+    if session.ranks.is_main:
+        run_dir.drop_metrics_after(state.step)  # also what a run left that ended before its first checkpoint
     callbacks = build_callbacks(config, run_dir, session.log, ranks=session.ranks, mesh=mesh)
     if session.ranks.is_main:
         callbacks += job.callbacks(run_dir.path, data, order)
@@ -52,10 +54,9 @@ def rank_main(session: Session) -> int:
     try:
         status = trainer.fit()
     finally:
-        for callback in callbacks:
-            callback.close(status)
         if session.ranks.is_main:
             run_dir.write_summary(_summary(session, mesh, trainer, status))
+        close_all(callbacks, status, session.log)
     session.log(f"{status} at step {trainer.state.step}: loss {trainer.state.last_loss}")
     if session.ranks.is_main and session.ranks.launcher != "lctrain":
         print(f"run dir: {run_dir.path}", flush=True)
@@ -102,13 +103,11 @@ def _plan(session: Session, data: Split) -> tuple[SampleOrder, Limits]:
     return order, Limits(total, config.train.max_skipped_steps, per_epoch)
 
 
-def _continue(session: Session, job: Job, run_dir: RunDir, folder: Path) -> TrainState:
+def _continue(session: Session, job: Job, folder: Path) -> TrainState:
     """Weights, optimizer and state of a checkpoint."""
     state, _ = read_state(folder)
     job.engine.load(folder, optimizer=True)
     job.engine.load_scale_state(state.loss_scale)
-    if session.ranks.is_main:
-        run_dir.drop_metrics_after(state.step)
     session.log(f"continued from {folder}: step {state.step}")
     return state
 

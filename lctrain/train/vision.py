@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,7 @@ class Vision:
         job = MlperfJob(
             began=self.session.began,
             train_samples=len(train),
-            eval_samples=len(data["eval"] or ()),
+            eval_samples=min(len(data["eval"] or ()), self.session.config.eval.max_sequences or sys.maxsize),
             accumulation=self.session.resolved.accumulation,
             platform=f"{self.mesh.sizes.world} x {self.mesh.device.name}",
         )

@@ -65,7 +65,11 @@ def test_kill_9_and_resume_equals_the_straight_run_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     again = [*words, "parallel=fsdp_sp", "checkpoint.save_steps=2", "checkpoint.save_total_limit=9", f"run_dir={run}"]
-    first = Running(*again, cwd=tmp_path)
+    # What a run leaves that ended before its first checkpoint.
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
+    first = Running(*again, "checkpoint.resume=auto", cwd=tmp_path)
     first.until(lambda: (run / "checkpoints" / "step-2").is_dir())
     ranks = first.ranks()
     first.process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,3 +63,16 @@ class Callback:
 
     def close(self, status: str) -> None:
         """Once, when the run ends, however it ends. status: completed, preempted or failed."""
+
+
+def close_all(callbacks: Sequence[Callback], status: str, report: Callable[[str], None]) -> None:
+    """Close each of them, whatever happens to the others; what fails is said, and the run is what it was."""
+    for callback in callbacks:
+        _close(callback, status, report)
+
+
+def _close(callback: Callback, status: str, report: Callable[[str], None]) -> None:
+    try:
+        callback.close(status)
+    except Exception as error:
+        report(f"warning: {type(callback).__name__} did not end well: {type(error).__name__}: {error}")

@@ -60,5 +60,5 @@ def build_callbacks(
     if logging.mlflow.uri is not None and (rank == 0 or logging.mlflow.per_rank):
         from lctrain.train.callbacks.mlflow import MlflowLog
 
-        callbacks.append(MlflowLog(config, run_dir.path, rank=rank if logging.mlflow.per_rank else None))
+        callbacks.append(MlflowLog(config, run_dir.path, rank=rank if logging.mlflow.per_rank else None, report=report))
     return callbacks

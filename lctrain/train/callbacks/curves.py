@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lctrain.train.callbacks.base import Callback
+from lctrain.train.run_dir import read_records
 
 
 class Curves(Callback):
@@ -17,8 +17,7 @@ class Curves(Callback):
 
     def close(self, status: str) -> None:
         """Draw, if there is anything to."""
-        records = [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
-        if records:
+        if records := read_records(self._metrics):
             draw_curves(records, self._picture)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,16 @@ def check_store(config: MlflowConfig) -> None:
 class MlflowLog(Callback):
     """One MLflow run, named after the run directory; a continued run is continued there too.
 
-    rank: for a run of this rank's own, with its own losses; None for the one of the job.
+    rank: for a run of this rank's own, with its own losses; None for the one of the job. A store that fails once
+    training runs is said to `report` and written to no more: the numbers are in metrics.jsonl too.
     """
 
-    def __init__(self, config: TrainConfig, run_dir: Path, *, rank: int | None) -> None:
+    def __init__(self, config: TrainConfig, run_dir: Path, *, rank: int | None, report: Callable[[str], None]) -> None:
         self._config, self._rank = config, rank
         self._every = config.logging.every_steps
         self._note = run_dir / ("mlflow-run" if rank is None else f"mlflow-run-{rank}")
         self._name = run_dir.name if rank is None else f"{run_dir.name}-rank-{rank}"
+        self._report, self._lost = report, False
         self._client: MlflowClient | None = None
         self._run = ""
 
@@ -50,19 +53,18 @@ class MlflowLog(Callback):
     def step_end(self, record: StepRecord) -> None:
         """The loss of every logged step, and the speed."""
         if record.step % self._every == 0 or record.step == 1:
-            self._log("loss", record.loss if self._rank is None else record.own_loss, record.step)
-            self._log("lr", record.lr, record.step)
-            self._log(f"{record.unit}_per_s", record.units_per_s, record.step)
+            loss = record.loss if self._rank is None else record.own_loss
+            self._log({"loss": loss, "lr": record.lr, f"{record.unit}_per_s": record.units_per_s}, record.step)
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """Validation loss and accuracy."""
-        for name, value in metrics.items():
-            self._log(name, value, step)
+        self._log(metrics, step)
 
     def close(self, status: str) -> None:
         """End the run."""
         if self._client is not None and self._run:
-            self._client.set_terminated(self._run, status=_STATUS[status])
+            with self._survived():
+                self._client.set_terminated(self._run, status=_STATUS[status])
 
     def _open(self, client: MlflowClient, *, resumed: bool) -> str:
         if resumed and self._note.is_file():
@@ -80,9 +82,27 @@ class MlflowLog(Callback):
             client.log_param(run, "rank", self._rank)
         return run
 
-    def _log(self, name: str, value: float, step: int) -> None:
+    def _log(self, values: dict[str, float], step: int) -> None:
+        """All of a step in one request."""
+        from mlflow.entities import Metric
+
+        if self._lost:
+            return
         assert self._client is not None
-        self._client.log_metric(self._run, name, value, step=step)
+        now = round(1000 * time.time())
+        with self._survived():
+            self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in values.items()])
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Training is worth more than its log."""
+        try:
+            yield
+        except Exception as error:  # as in _explained
+            if not self._lost:
+                uri = self._config.logging.mlflow.uri
+                self._report(f"warning: logging.mlflow.uri={uri} failed ({error}); this run goes on without it")
+            self._lost = True
 
 
 @contextmanager
@@ -103,8 +123,9 @@ def _client(config: MlflowConfig) -> MlflowClient:
         # MLflow keeps folders working for those who say that they mean them.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = Path(uri).expanduser().resolve().as_uri()
-    # Its seven attempts would keep all ranks waiting for minutes.
+    # Its seven attempts of two minutes would keep all ranks waiting.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,15 @@ class Job:
 
 
 class MlperfLog(Callback):
-    """Writes mlperf.log; a continued run begins it again, since a log holds one run from start to stop."""
+    """Writes mlperf.log. A log holds one run from start to stop: what was there is moved to mlperf-1.log, -2, ..."""
 
     def __init__(self, path: Path, config: TrainConfig, job: Job) -> None:
         self._path, self._config, self._job = path, config, job
         self._per_epoch = job.train_samples / config.train.global_batch_size
         self._total = 0
         self._block: dict[str, Any] = {}
-        path.unlink(missing_ok=True)
+        if path.is_file():
+            path.rename(next(p for n in count(1) if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
 
     def start(self, state: TrainState, total_steps: int) -> None:
         """Everything up to the first step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def record(step: int, *, own: float = 0.0) -> StepRecord:
 def run(config: TrainConfig, folder: Path, steps: range, *, status: str, rank: int | None = None) -> None:
     """A run's life in the callback, with an evaluation after every second step."""
     folder.mkdir(exist_ok=True)
-    log = MlflowLog(config, folder, rank=rank)
+    log = MlflowLog(config, folder, rank=rank, report=pytest.fail)
     log.start(TrainState(step=steps.start - 1), 9)
     for step in steps:
         log.step_end(record(step, own=step + (rank or 0)))
@@ -87,15 +88,32 @@ def test_one_run_a_rank_with_its_own_losses(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_used_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    log = MlflowLog(config_of(tmp_path), tmp_path, rank=None)
+    log = MlflowLog(config_of(tmp_path), tmp_path, rank=None, report=pytest.fail)
     with pytest.raises(ConfigError, match=r"logging\.mlflow\.uri=.*store cannot be used .*; give a folder"):
         log.start(TrainState(), 9)
     log.close("failed")
 
 
+def test_a_store_that_fails_later_costs_the_run_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = MlflowLog(config_of(tmp_path), tmp_path, rank=None, report=said.append)
+    log.start(TrainState(), 9)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no folder any more")
+    for step in (1, 2):
+        log.step_end(record(step))
+        log.evaluated(step, {"top1": 0.1})
+    log.close("completed")
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: logging.mlflow.uri={tmp_path / 'store'} failed (")
+    assert said[0].endswith("; this run goes on without it")
+
+
 def test_a_server_that_does_not_answer_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
-    log = MlflowLog(config_of(tmp_path, "logging.mlflow.uri=http://127.0.0.1:9"), tmp_path, rank=None)
+    log = MlflowLog(
+        config_of(tmp_path, "logging.mlflow.uri=http://127.0.0.1:9"), tmp_path, rank=None, report=pytest.fail
+    )
     with pytest.raises(ConfigError, match=r"uri=http://127\.0\.0\.1:9 cannot be used .*retries.*or a server"):
         log.start(TrainState(), 9)

@@ -130,5 +130,8 @@ def test_blocks_and_epochs(tmp_path: Path) -> None:
     assert stopped.count("block_start") == stopped.count("block_stop") == 2
     assert found[-1]["key"] == "run_stop"
     assert found[-1]["metadata"]["status"] == "aborted"
-    # A continued run writes a new log.
+    # A continued run writes a new log, and keeps the old ones.
+    before = (tmp_path / "mlperf.log").read_text()
     assert [e["key"] for e in lines(log_of(tmp_path))].count("run_start") == 1
+    kept = sorted(p.name for p in tmp_path.glob("mlperf-*.log"))
+    assert (tmp_path / kept[-1]).read_text() == before

@@ -42,6 +42,9 @@ def test_curves_of_a_run(tmp_path: Path) -> None:
     metrics.write_text('{"step": 1, "loss": 1.0}\n{"step": 1, "eval_loss": 1.0, "top1": 0.5, "top5": 1.0}\n')
     Curves(metrics, picture).close("completed")
     assert png(picture).shape == (480, 1200, 3)
+    metrics.write_text(metrics.read_text() + '{"step": 2, "lo')  # the disk was full
+    Curves(metrics, picture).close("completed")
+    assert png(picture).shape == (480, 1200, 3)
     draw_curves(records, picture)
     assert png(picture).shape == (480, 720, 3)
     assert len(np.unique(png(picture).reshape(-1, 3), axis=0)) > 20

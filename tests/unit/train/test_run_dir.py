@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lctrain.errors import ConfigError
-from lctrain.train.callbacks.base import StepRecord
+from lctrain.train.callbacks.base import Callback, StepRecord, close_all
 from lctrain.train.callbacks.metrics_file import MetricsFile
 from lctrain.train.log import Log
 from lctrain.train.run_dir import RunDir, check_free, default_run_dir, read_summary
@@ -28,6 +28,31 @@ def strict(text: str) -> dict:
 def record(step: int, loss: float = 1.0, norm: float = 2.0) -> StepRecord:
     """A record of a step."""
     return StepRecord(step, step / 3, loss, loss, norm, 0.1, "tokens", 64.0 * step, 0.5, 128.0, None, 7, 0.0, False)
+
+
+class Broken(Callback):
+    """Cannot close."""
+
+    def close(self, status: str) -> None:
+        """Fail."""
+        raise OSError(28, "No space left on device")
+
+
+class Closed(Callback):
+    """Remembers how it was closed."""
+
+    said: str | None = None
+
+    def close(self, status: str) -> None:
+        """Remember."""
+        self.said = status
+
+
+def test_a_callback_that_cannot_close_spoils_nothing_but_itself() -> None:
+    last, said = Closed(), []
+    close_all([Broken(), last], "completed", said.append)
+    assert last.said == "completed"
+    assert said == ["warning: Broken did not end well: OSError: [Errno 28] No space left on device"]
 
 
 def test_free_unfinished_and_finished(run: RunDir) -> None:
