@@ -109,6 +109,20 @@ def test_channels_last_weights_get_the_same_step() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
 
 
+def test_where_a_gradient_lies_changes_nothing() -> None:
+    """DDP lays gradients elsewhere after the first step, and a continued run has a first step of its own."""
+    torch.manual_seed(0)
+    start, grad, memory = torch.randn(96, 96), torch.randn(96, 96), torch.empty(96 * 96 + 32)
+    results = []
+    for offset in range(32):
+        weight = nn.Parameter(start.clone())
+        optimizer = lars(weight, LarsForm.paper)
+        weight.grad = memory[offset : offset + grad.numel()].view(96, 96).copy_(grad)
+        optimizer.step()
+        results.append(weight.detach())
+    assert all(torch.equal(found, results[0]) for found in results)
+
+
 def test_the_fused_path_is_exact_for_small_and_large_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     from lctrain.optim import lars as module
 
