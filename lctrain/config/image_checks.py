@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lctrain.config.batch_norm import BatchNormConfig, BnStatistics
-from lctrain.config.images import ImagesConfig
+from lctrain.config.batch_norm import BatchNormConfig, BnStatistics, BnSync
+from lctrain.config.images import Crop, ImagesConfig
 from lctrain.config.memory import MemoryConfig, Recompute
 from lctrain.config.model import LeNetConfig, ResNetConfig
 from lctrain.config.parallel import DdpConfig, FsdpConfig, HsdpConfig, SingleConfig
@@ -49,6 +49,11 @@ def check_images(config: TrainConfig) -> None:
         )
     if isinstance(config.model, LeNetConfig):
         _check_lenet(config)
+    if config.bn.statistics is BnStatistics.sync and config.bn.sync not in (BnSync.pooled, BnSync.precise):
+        raise ConfigError(
+            f"bn.sync={config.bn.sync.name} has no effect with bn.statistics=sync, where every rank has the statistics "
+            "of all of them; leave it out, or give bn.sync=precise"
+        )
     if isinstance(parallel, FsdpConfig) and parallel.offload_params:
         raise ConfigError("parallel.offload_params=true is not built for image models; set it to false")
 
@@ -80,17 +85,20 @@ def check_batch(config: TrainConfig, sizes: Sizes) -> None:
         )
 
 
-def batch_notes(config: TrainConfig, accumulation: int) -> list[str]:
+def batch_notes(config: TrainConfig, accumulation: int, *, data_ranks: int) -> list[str]:
     """What a person should know of a batch that can be run."""
-    notes = []
+    notes = _idle(config)
     train, tuned = config.train, config.optim.tuned_for_batch
     # Whoever asks for ghost batches means them to be small.
     asked = config.bn.statistics is BnStatistics.ghost
     if isinstance(config.model, ResNetConfig) and accumulation > 1 and not asked:
+        together = config.bn.statistics is BnStatistics.sync
+        images = train.micro_batch_size * (data_ranks if together else 1)
+        whose = "all ranks together have" if together else "a rank has"
         notes.append(
-            f"warning: BatchNorm normalises micro-batches of {train.micro_batch_size} images, not the "
-            f"{train.micro_batch_size * accumulation} a rank has in a step, and updates its running statistics "
-            f"{accumulation} times a step; raise train.micro_batch_size if memory allows"
+            f"warning: BatchNorm normalises {images:,} images at a time, not the {images * accumulation:,} {whose} in "
+            f"a step, and updates its running statistics {accumulation} times a step; raise train.micro_batch_size if "
+            "memory allows"
         )
     if tuned is not None and tuned != train.global_batch_size:
         notes.append(
@@ -98,3 +106,17 @@ def batch_notes(config: TrainConfig, accumulation: int) -> list[str]:
             f"{train.global_batch_size:,}; its accuracy is not known"
         )
     return notes
+
+
+def _idle(config: TrainConfig) -> list[str]:
+    """Fields that another one makes idle. A recipe may have set them, so they are said and not refused."""
+    images, bn = config.images, config.bn
+    idle = {
+        "data.crop_padding": images.crop is not Crop.padded and images.crop_padding != ImagesConfig().crop_padding,
+        "data.crop_area": images.crop is not Crop.random_resized and images.crop_area != ImagesConfig().crop_area,
+        "bn.precise_batches": bn.sync is not BnSync.precise and bn.precise_batches != BatchNormConfig().precise_batches,
+    }
+    why = {"data": f"data.crop={images.crop.name}", "bn": f"bn.sync={bn.sync.name}"}
+    return [
+        f"warning: {name} has no effect with {why[name.split('.')[0]]}" for name, is_idle in idle.items() if is_idle
+    ]

@@ -30,6 +30,10 @@ class OptimConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, f"optim.{name}", value, "must be at least 1", "or null")
 
+    def peak_lr(self, global_batch_size: int) -> float:
+        """The rate after warm-up: lr, or scaled linearly with the batch."""
+        return self.lr if self.base_lr_per is None else self.lr * global_batch_size / self.base_lr_per
+
 
 @dataclass(kw_only=True)
 class AdamWConfig(OptimConfig):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lctrain.config import image_checks, language_checks
+from lctrain.config.checks import require, require_finite
 from lctrain.config.model import CausalLMConfig
 from lctrain.config.parallel import DdpConfig, SingleConfig
 from lctrain.config.root import TrainConfig
+from lctrain.config.schedule import DecayConfig
 from lctrain.config.sizes import Sizes, layout_sizes
 from lctrain.errors import ConfigError
 
@@ -28,6 +30,8 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
     Raises ConfigError.
     """
     check_required(config)
+    require_finite(config)
+    _check_end_lr(config)
     is_language = isinstance(config.model, CausalLMConfig)
     if is_language:
         language_checks.check_language(config)
@@ -45,6 +49,18 @@ def resolve(config: TrainConfig, *, world_size: int | None = None, launcher: str
             "no gradients; set it to false, or raise train.micro_batch_size until there is one"
         )
     return Resolved(config, sizes, micro_steps)
+
+
+def _check_end_lr(config: TrainConfig) -> None:
+    peak = config.optim.peak_lr(config.train.global_batch_size)
+    end = config.schedule.end_lr if isinstance(config.schedule, DecayConfig) else None
+    require(
+        end is None or end <= peak,
+        "schedule.end_lr",
+        end,
+        f"is more than the peak rate {peak:g}, from which {config.schedule.kind} falls",
+        "lower it, or raise optim.lr",
+    )
 
 
 def check_required(config: TrainConfig) -> None:

@@ -17,7 +17,6 @@ from lctrain.engines.native import NativeEngine
 from lctrain.errors import ConfigError
 from lctrain.optim.build import build_optimizer, optimizer_groups
 from lctrain.optim.loss_scale import LossScale
-from lctrain.optim.schedule import peak_lr
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.overflow import overflow_flag
 
@@ -68,7 +67,7 @@ def build_engine(
     groups = optimizer_groups(config.optim, module)
     for group in groups:
         report(f"optimizer group {group.describe()}")
-    optimizer = build_optimizer(config.optim, groups, peak_lr=peak_lr(config.optim, config.train.global_batch_size))
+    optimizer = build_optimizer(config.optim, groups, peak_lr=config.optim.peak_lr(config.train.global_batch_size))
     if isinstance(config.parallel, ZeroConfig):
         from lctrain.engines.deepspeed import DeepSpeedEngine
 

@@ -76,11 +76,21 @@ def read(
 
     Raises CheckpointError when tensors are missing or have another shape.
     """
+    _check_companions(folder, companions or {})
     state: dict[str, torch.Tensor] = model_tensors(module)
     state |= companions or {}
     if optimizer is not None:
         state |= _empty_optimizer_state(stored_keys(folder), module, optimizer)
     read_tensors(folder, state)
+
+
+def _check_companions(folder: Path, companions: dict[str, torch.Tensor]) -> None:
+    missing = sorted(companions.keys() - stored_keys(folder).keys())
+    if missing:
+        raise CheckpointError(
+            f"{folder} holds no {missing[0]} (and {len(missing) - 1} more): it was written by a run without a moving "
+            "average; leave classification.ema_decay out to continue it"
+        )
 
 
 def stored_keys(folder: Path) -> dict[str, Any]:

@@ -16,16 +16,9 @@ from lctrain.config.schedule import (
 )
 
 
-def peak_lr(config: OptimConfig, global_batch_size: int) -> float:
-    """The rate after warm-up: optim.lr, or scaled linearly with the batch (Goyal et al. 2017, arXiv:1706.02677)."""
-    if config.base_lr_per is None:
-        return config.lr
-    return config.lr * global_batch_size / config.base_lr_per
-
-
 def describe_peak(config: OptimConfig, global_batch_size: int) -> str:
-    """How peak_lr came about, for the log."""
-    peak = peak_lr(config, global_batch_size)
+    """How the peak rate came about, for the log."""
+    peak = config.peak_lr(global_batch_size)
     if config.base_lr_per is None:
         return f"learning rate: peak {peak:g} (optim.lr)"
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 from lctrain.config.image_checks import batch_notes
+from lctrain.config.images import Decode, ImagesConfig
 from lctrain.data.images.prepare import open_images, prepare_images
 from lctrain.data.images.store import ImageStore
 from lctrain.errors import ConfigError
@@ -57,7 +58,8 @@ class ImageInput:
     @property
     def notes(self) -> list[str]:
         """Warnings that name their numbers."""
-        return batch_notes(self._session.config, self._session.resolved.accumulation)
+        resolved = self._session.resolved
+        return batch_notes(self._session.config, resolved.accumulation, data_ranks=resolved.sizes.data)
 
     def _check_no_evaluation(self) -> None:
         config = self._session.config
@@ -84,10 +86,25 @@ class ImageInput:
                 f"model.channels={channels} but the images of {store.manifest.source} have {store.manifest.channels}; "
                 "leave it out"
             )
+        self._check_pixels(store)
         if len(self._data.mean) != channels:
             raise ConfigError(
                 f"data.mean={self._data.mean} has {len(self._data.mean)} numbers but the images of "
                 f"{store.manifest.source} have {channels} channels; give data.mean and data.std one for each"
+            )
+
+    def _check_pixels(self, store: ImageStore) -> None:
+        """Raise ConfigError for what idx files, which hold pixels, make idle."""
+        shape, size = store.manifest.raw_shape, self._data.image_size
+        if shape is None:
+            return
+        of = f"the {shape[0]} x {shape[1]} pixels of {store.manifest.source}"
+        if self._data.decode is Decode.fast:
+            raise ConfigError(f"data.decode=fast has no effect on {of}, which need no decoding; leave it out")
+        if shape[:2] == (size, size) and self._data.eval_crop != ImagesConfig().eval_crop:
+            raise ConfigError(
+                f"data.eval_crop={self._data.eval_crop} has no effect on {of}, which data.image_size={size} takes as "
+                "they are; leave it out, or give another data.image_size"
             )
 
 

@@ -55,6 +55,10 @@ class Language:
         """Loss and perplexity. A collective over all ranks."""
         return evaluate(self.engine, self.objective, self.eval_batches(data), self.mesh)
 
+    def data_report(self, epochs: float) -> dict[str, Any]:
+        """Nothing: token counts are in the metrics."""
+        return {}
+
     def step_done(self, step: int) -> None:
         """Nothing follows a step."""
 

@@ -77,6 +77,9 @@ class Job(Protocol):
     def loader(self, data: Any, order: SampleOrder) -> Batches:
         """This data rank's training batches."""
 
+    def data_report(self, epochs: float) -> dict[str, Any]:
+        """What summary.json says of the data. epochs: trained by this process."""
+
     def callbacks(self, run_dir: Path, data: dict[str, Any], order: SampleOrder) -> list[Callback]:
         """What the main rank listens with in this regime. data: the splits by name."""
 

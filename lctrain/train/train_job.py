@@ -11,7 +11,7 @@ from lctrain.config.root import EvalConfig
 from lctrain.data.order import SampleOrder
 from lctrain.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
 from lctrain.optim.build import optimizer_signature
-from lctrain.optim.schedule import describe_peak, lr_factor, peak_lr
+from lctrain.optim.schedule import describe_peak, lr_factor
 from lctrain.runtime.mesh import Mesh
 from lctrain.train.callbacks.base import Callback, close_all
 from lctrain.train.callbacks.build import build_callbacks
@@ -50,12 +50,13 @@ def rank_main(session: Session) -> int:
     if session.ranks.is_main:
         callbacks += job.callbacks(run_dir.path, data, order)
     trainer = _trainer(session, mesh, job, run_dir, identity, data, order, limits, state, callbacks)
-    status = "failed"
+    status, begun = "failed", state.step
     try:
         status = trainer.fit()
     finally:
         if session.ranks.is_main:
-            run_dir.write_summary(_summary(session, mesh, trainer, status))
+            epochs = (trainer.state.step - begun) / limits.steps_per_epoch
+            run_dir.write_summary(_summary(session, mesh, trainer, status, job.data_report(epochs)))
         close_all(callbacks, status, session.log)
     session.log(f"{status} at step {trainer.state.step}: loss {trainer.state.last_loss}")
     if session.ranks.is_main and session.ranks.launcher != "lctrain":
@@ -125,7 +126,7 @@ def _trainer(
     callbacks: list[Callback],
 ) -> Trainer:
     config, engine, held_out = session.config, job.engine, data["eval"]
-    peak = peak_lr(config.optim, order.global_batch_size)
+    peak = config.optim.peak_lr(order.global_batch_size)
     factor = partial(
         lr_factor, config.schedule, total_steps=limits.total_steps, steps_per_epoch=limits.steps_per_epoch, peak=peak
     )
@@ -174,7 +175,7 @@ def eval_due(config: EvalConfig, steps_per_epoch: float, step: int) -> bool:
     return int((step + 1e-6) / every) > int((step - 1 + 1e-6) / every)
 
 
-def _summary(session: Session, mesh: Mesh, trainer: Trainer, status: str) -> dict[str, Any]:
+def _summary(session: Session, mesh: Mesh, trainer: Trainer, status: str, data: dict[str, Any]) -> dict[str, Any]:
     state = trainer.state
     return {
         "status": status,
@@ -189,5 +190,6 @@ def _summary(session: Session, mesh: Mesh, trainer: Trainer, status: str) -> dic
         "throughput": {f"{trainer.objective.unit}_per_s": trainer.throughput},
         "peak_memory_bytes": mesh.device.peak_memory_bytes(),
         "metrics": trainer.metrics,
+        "data": data,
         "versions": versions(),
     }

@@ -17,6 +17,7 @@ from lctrain.config.batch_norm import BnStatistics, BnSync
 from lctrain.config.images import ImagesConfig
 from lctrain.config.parallel import FsdpConfig
 from lctrain.data.images.loader import ImageLoader, choose_workers, image_eval_batches
+from lctrain.data.images.storage import source_bytes
 from lctrain.data.images.store import ImageStore
 from lctrain.data.order import SampleOrder
 from lctrain.engines.base import Engine
@@ -37,7 +38,7 @@ from lctrain.train.callbacks.mlperf import MlperfLog
 from lctrain.train.evaluate import evaluate
 from lctrain.train.image_input import shape_of
 from lctrain.train.run_dir import RunDir
-from lctrain.train.samples import draw_samples
+from lctrain.train.samples import MOST, draw_samples
 from lctrain.train.session import Session
 from lctrain.train.weights import same_everywhere
 
@@ -55,12 +56,20 @@ class Vision:
     ema: Ema | None
     _step: int = 0
     _batches: ImageLoader | None = field(default=None)
+    _staged: int = field(default_factory=source_bytes)
 
     def loader(self, data: ImageStore, order: SampleOrder) -> ImageLoader:
         """This data rank's training batches."""
         prefetch = self.session.config.data.prefetch
         self._batches = self._loader(data, order, workers=self._workers(data), prefetch=prefetch)
         return self._batches
+
+    def data_report(self, epochs: float) -> dict[str, Any]:
+        """Bytes read from the source (an object store's, say): before training, and for each epoch of it."""
+        return {
+            "source_bytes_staged": self._staged,
+            "source_bytes_per_epoch": (source_bytes() - self._staged) / epochs if epochs else 0.0,
+        }
 
     def _loader(self, data: ImageStore, order: SampleOrder, *, workers: int, prefetch: int) -> ImageLoader:
         config = self.session.config
@@ -83,7 +92,7 @@ class Vision:
         logging, train = self.session.config.logging, data["train"]
         RunDir(run_dir).write_classes(train.manifest.classes)
         if logging.pictures:
-            _, (batch, *_) = next(self._loader(train, order, workers=0, prefetch=0).iterate(0, 1))
+            batch = self._loader(train, order, workers=0, prefetch=0).first(MOST)
             draw_samples(batch.images, batch.labels.tolist(), train.manifest.classes, run_dir / "samples.png")
         if not logging.mlperf:
             return []

@@ -77,6 +77,9 @@ def test_a_continued_run_is_the_same_run(straight: Path, continued: Path) -> Non
     assert column(straight, "lr") == [2.0, 4.0, 4.0, 2.25, 1.0, 0.25]
     assert summary(continued)["metrics"] == summary(straight)["metrics"]
     assert "ema_top1" in summary(straight)["metrics"]
+    held = sum(path.stat().st_size for path in (straight.parent / "source").rglob("*") if path.is_file())
+    assert summary(straight)["data"] == {"source_bytes_staged": held, "source_bytes_per_epoch": 0.0}
+    assert summary(continued)["data"] == {"source_bytes_staged": 0, "source_bytes_per_epoch": 0.0}
     evaluations = [r for r in map(json.loads, (straight / "metrics.jsonl").read_text().splitlines()) if "top1" in r]
     assert [r["step"] for r in evaluations] == [4, 6]
     assert {r["eval_samples"] for r in evaluations} == {11}
@@ -226,6 +229,11 @@ def test_verify_and_wrong_exports(
         (["model.classes=5"], ["model.classes=5 is less than the 6 classes", "leave it out"]),
         (["model.channels=3"], ["model.channels=3 but the images", "have 1", "leave it out"]),
         (["data.mean=[0.1,0.2,0.3]", "data.std=[1,1,1]"], ["has 3 numbers but the images", "have 1 channels"]),
+        (["data.decode=fast"], ["data.decode=fast has no effect on the 8 x 8 pixels of", "leave it out"]),
+        (
+            ["data.eval_crop=0.5"],
+            ["data.eval_crop=0.5 has no effect on the 8 x 8 pixels of", "data.image_size=8 takes"],
+        ),
         (["model.path=none.safetensors"], ["model.path=none.safetensors cannot be read", "give a safetensors file"]),
         (["logging.mlflow.uri=/dev/null"], ["logging.mlflow.uri=/dev/null cannot be used", "give a folder"]),
         (["train.max_epochs=0.2"], ["train.global_batch_size=8 is more than the 6 images of train.max_epochs=0.2"]),

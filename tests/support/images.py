@@ -78,7 +78,7 @@ def build_images(ranks: Ranks, plain: dict[str, Any]) -> tuple[Any, Any, dict[st
 def image_trainer(session: Any, job: Any, splits: dict[str, Any], *, steps: int, recorder: Any, **more: Any) -> Any:
     """A trainer of so many steps; `more` are further fields of it."""
     from lctrain.data.order import SampleOrder
-    from lctrain.optim.schedule import lr_factor, peak_lr
+    from lctrain.optim.schedule import lr_factor
     from lctrain.train.trainer import Limits, Trainer
 
     config = session.config
@@ -91,7 +91,7 @@ def image_trainer(session: Any, job: Any, splits: dict[str, Any], *, steps: int,
         batches=job.loader(splits["train"], order),
         mesh=job.mesh,
         limits=Limits(steps, 20, 2.0),
-        lr_at=lambda step: peak_lr(config.optim, size) * lr_factor(config.schedule, step, steps),
+        lr_at=lambda step: config.optim.peak_lr(size) * lr_factor(config.schedule, step, steps),
         evaluate=lambda: job.evaluate(splits["eval"], while_training=True),
         stop=session.stop,
         seed=config.seed,

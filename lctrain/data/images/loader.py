@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +16,9 @@ from lctrain.data.images.pool import make_ahead
 from lctrain.data.images.store import ImageStore
 from lctrain.data.order import EMPTY, DataShare, SampleOrder
 from lctrain.ops.image_batch import IGNORE, ImageBatch
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_WORKERS = 8
 
@@ -63,6 +68,12 @@ class ImageLoader:
                 yield step, [next(batches) for _ in range(self.accumulation)]
         finally:
             batches.close()
+
+    def first(self, count: int) -> ImageBatch:
+        """The first images this rank trains on, at most `count`."""
+        work = self._works(0)[0]
+        cut = replace(work, **{name: getattr(work, name)[:count] for name in ("indices", "epochs", "augment")})
+        return _batch(cut, self._builder.images(cut), self._labels)
 
     def _works(self, step: int) -> list[Work]:
         indices, epochs = self._order.step_indices(step), self._order.step_epochs(step)
@@ -126,12 +137,16 @@ def _batches(
     ahead: int,
     report: Callable[[str], None],
 ) -> Generator[ImageBatch, None, None]:
-    import torch
-
     made = make_ahead(builder, works, workers=workers, ahead=ahead, report=report)
     try:
         for work, images in made:
-            live = work.indices != EMPTY
-            yield ImageBatch(images, torch.from_numpy(np.where(live, labels[work.indices], IGNORE)), int(live.sum()))
+            yield _batch(work, images, labels)
     finally:
         made.close()
+
+
+def _batch(work: Work, images: torch.Tensor, labels: np.ndarray) -> ImageBatch:
+    import torch
+
+    live = work.indices != EMPTY
+    return ImageBatch(images, torch.from_numpy(np.where(live, labels[work.indices], IGNORE)), int(live.sum()))

@@ -42,6 +42,16 @@ class Counter:
         """Count `count` more bytes."""
         with self._lock:
             self.total += count
+        if self is not _EVERYTHING:
+            _EVERYTHING.add(count)
+
+
+_EVERYTHING = Counter()
+
+
+def source_bytes() -> int:
+    """Bytes this process has read from sources of any kind since it began."""
+    return _EVERYTHING.total
 
 
 class Storage(ABC):

@@ -16,7 +16,7 @@ from lctrain.config.optim import LarsConfig
 from lctrain.config.root import TrainConfig
 from lctrain.config.schedule import DecayConfig
 from lctrain.optim.lars import EPS
-from lctrain.optim.schedule import peak_lr, warmup_steps
+from lctrain.optim.schedule import warmup_steps
 from lctrain.train.callbacks.base import Callback
 from lctrain.train.checkpoint import TrainState
 
@@ -84,7 +84,7 @@ class MlperfLog(Callback):
     def _optimizer(self, total_steps: int) -> dict[str, Any]:
         """The closed division's keys, in its names."""
         config = self._config
-        lr = peak_lr(config.optim, config.train.global_batch_size)
+        lr = config.optim.peak_lr(config.train.global_batch_size)
         if not isinstance(config.optim, LarsConfig):
             return {"opt_name": config.optim.kind, "opt_base_learning_rate": lr}
         schedule, optim = config.schedule, config.optim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lctrain.config.compose import compose_config
+from lctrain.config.image_checks import batch_notes
 from lctrain.config.resolve import resolve
 from lctrain.errors import ConfigError
 
@@ -40,6 +41,17 @@ def refusal(*overrides: str) -> str:
         (
             "parallel.static_graph=true train.micro_batch_size=64",
             ["parallel.static_graph=true does not work with 2 micro-steps", "set it to false"],
+        ),
+        (
+            "bn.statistics=sync bn.sync=mean",
+            ["bn.sync=mean has no effect with bn.statistics=sync", "leave it out, or give bn.sync=precise"],
+        ),
+        ("optim.lr=inf", ["optim.lr=inf must be a finite number"]),
+        ("train.max_epochs=inf", ["train.max_epochs=inf must be a finite number"]),
+        ("data.mean=[nan]", ["data.mean=[nan] must be a finite number"]),
+        (
+            "optim.lr=0.1 schedule.end_lr=0.3",
+            ["schedule.end_lr=0.3 is more than the peak rate 0.1, from which cosine falls", "lower it, or raise"],
         ),
         ("classification.label_smoothing=1", ["classification.label_smoothing=1", "must be in [0, 1)"]),
         ("classification.ema_decay=1", ["classification.ema_decay=1", "or null for none"]),
@@ -97,3 +109,13 @@ def test_what_lenet_cannot_take(overrides: str, said: list[str]) -> None:
 def test_lenet_has_no_batch_norm_to_refuse_one_image_for() -> None:
     config = compose_config(["recipe=lenet_fashion_mnist", "train.micro_batch_size=1", "train.global_batch_size=2"])
     assert resolve(config).accumulation == 1
+
+
+def test_fields_that_another_one_makes_idle_are_said() -> None:
+    words = ["recipe=resnet8_fashion_mnist", "data.crop=none", "data.crop_area=[0.2,1.0]", "bn.precise_batches=9"]
+    assert batch_notes(compose_config(words), 1, data_ranks=2) == [
+        "warning: data.crop_padding has no effect with data.crop=none",
+        "warning: data.crop_area has no effect with data.crop=none",
+        "warning: bn.precise_batches has no effect with bn.sync=pooled",
+    ]
+    assert batch_notes(compose_config(["recipe=resnet8_fashion_mnist"]), 1, data_ranks=2) == []

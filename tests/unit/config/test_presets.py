@@ -13,7 +13,7 @@ from lctrain.config.resolve import resolve
 from lctrain.config.root import TrainConfig
 from lctrain.config.schedule import PolynomialConfig
 from lctrain.errors import ConfigError
-from lctrain.optim.schedule import lr_factor, peak_lr, warmup_steps
+from lctrain.optim.schedule import lr_factor, warmup_steps
 
 IMAGES = 1_281_167  # of ImageNet's training part
 # batch: (rate, trust, form, momentum, decay, warm-up epochs, power, end rate, decay steps or None for epochs)
@@ -54,7 +54,7 @@ def test_a_preset_is_its_row_of_the_table(name: str) -> None:
         momentum,
         decay,
     )
-    assert peak_lr(optim, batch) == lr
+    assert optim.peak_lr(batch) == lr
     assert (schedule.warmup_epochs, schedule.power, schedule.end_lr) == (warmup, power, pytest.approx(end))
     assert config.classification.label_smoothing == 0.1
     assert (config.bn.momentum, config.bn.eps) == (0.1, 1e-5)
@@ -84,20 +84,25 @@ def test_a_preset_runs_on_the_recipes_ranks_and_is_refused_on_others(name: str) 
 
 def test_another_batch_than_the_numbers_are_for_is_warned_about() -> None:
     for name in MLPERF:
-        tuned = [note for note in batch_notes(preset(name), 1) if "tuned" in note]
+        tuned = [note for note in batch_notes(preset(name), 1, data_ranks=1) if "tuned" in note]
         assert bool(tuned) == (name == "rn50_lars_82k")
-    (note,) = batch_notes(preset("rn50_lars_82k"), 1)
+    (note,) = batch_notes(preset("rn50_lars_82k"), 1, data_ranks=1)
     assert "tuned for train.global_batch_size=86,016 and this run has 81,920" in note
-    (note,) = batch_notes(preset("rn50_lars_8k", "train.global_batch_size=4096"), 1)
+    (note,) = batch_notes(preset("rn50_lars_8k", "train.global_batch_size=4096"), 1, data_ranks=1)
     assert "8,192 and this run has 4,096; its accuracy is not known" in note
 
 
 def test_accumulation_in_front_of_batch_norm_is_warned_about() -> None:
     config = preset("rn50_lars_8k")
-    (note,) = batch_notes(config, resolve(config).accumulation)
+    (note,) = batch_notes(config, resolve(config).accumulation, data_ranks=2)
     assert note.startswith(
-        "warning: BatchNorm normalises micro-batches of 256 images, not the 1024 a rank has in a step"
+        "warning: BatchNorm normalises 256 images at a time, not the 1,024 a rank has in a step, and "
     )
     assert "updates its running statistics 4 times a step" in note
+    synced = preset("rn50_lars_8k", "bn.statistics=sync")
+    (note,) = batch_notes(synced, resolve(synced).accumulation, data_ranks=8)
+    assert note.startswith(
+        "warning: BatchNorm normalises 2,048 images at a time, not the 8,192 all ranks together have in a step"
+    )
     lenet = compose_config(["recipe=lenet_fashion_mnist", "train.micro_batch_size=16"])
-    assert batch_notes(lenet, resolve(lenet).accumulation) == []
+    assert batch_notes(lenet, resolve(lenet).accumulation, data_ranks=2) == []

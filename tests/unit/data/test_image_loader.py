@@ -138,6 +138,19 @@ def test_workers_prefetch_and_resuming_change_nothing(jpegs: ImageStore, crop: C
     assert decoders() == []
 
 
+def test_the_first_images_are_those_of_the_first_step(jpegs: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(crop=Crop.random_resized)
+    loader = loader_of(jpegs, cfg, micro_batch_size=4)
+    _, (batch, *_) = next(loader.iterate(0, 1))
+    decoded = []
+    monkeypatch.setattr(batch_module, "decode", lambda data, **how: decoded.append(data) or decode(data, **how))
+    for count in (3, 99):
+        found = loader.first(count)
+        assert torch.equal(found.images, batch.images[:count])
+        assert torch.equal(found.labels, batch.labels[:count])
+    assert len(decoded) == 3 + 4
+
+
 @pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 8), (3, 2), (8, 4)])
 @pytest.mark.parametrize("limit", [None, 5, 1000])
 def test_evaluation_sees_each_image_once(jpegs: ImageStore, size: int, micro: int, limit: int | None) -> None:

@@ -83,6 +83,11 @@ def test_another_model_is_refused_before_anything_is_read(folder: Path) -> None:
         read(folder, extra)
 
 
+def test_an_average_that_was_not_kept_is_named(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no ema\.a \(and 1 more\): .*; leave classification\.ema_decay"):
+        read(folder, Model(), companions={"ema.a": torch.zeros(1), "ema.b": torch.zeros(1)})
+
+
 class Malicious:
     """Unpickling it would run a command."""
 

@@ -19,7 +19,7 @@ from lctrain.config.schedule import (
     ScheduleConfig,
     StepConfig,
 )
-from lctrain.optim.schedule import describe_peak, lr_factor, peak_lr, warmup_steps
+from lctrain.optim.schedule import describe_peak, lr_factor, warmup_steps
 
 
 def curve(config: ScheduleConfig, total: int) -> list[float]:
@@ -114,7 +114,7 @@ def test_a_floor_given_as_a_rate() -> None:
 
 def test_the_peak_scales_with_the_batch_and_says_so() -> None:
     config = SgdConfig(lr=0.1, base_lr_per=256)
-    assert peak_lr(config, 8192) == pytest.approx(3.2)
+    assert config.peak_lr(8192) == pytest.approx(3.2)
     assert "3.2 = optim.lr 0.1 x batch 8,192 / 256" in describe_peak(config, 8192)
-    assert peak_lr(LarsConfig(lr=17.0), 8192) == 17.0
+    assert LarsConfig(lr=17.0).peak_lr(8192) == 17.0
     assert "17 (optim.lr)" in describe_peak(LarsConfig(lr=17.0), 8192)
