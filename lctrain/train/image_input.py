@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from lctrain.config.image_checks import batch_notes
 from lctrain.config.images import Decode, ImagesConfig
 from lctrain.data.images.prepare import open_images, prepare_images
 from lctrain.data.images.store import ImageStore
-from lctrain.errors import ConfigError
+from lctrain.errors import ConfigError, ModelError
 from lctrain.models.image_model import check_weights, image_signature
 from lctrain.train.session import Session
 
@@ -26,7 +27,10 @@ class ImageInput:
         self._session, self._data = session, session.config.images
 
     def check(self) -> None:
-        """Nothing of images can be refused before they are there."""
+        """A file of weights must be there before images are copied for hours; the rest needs the images."""
+        path = self._session.config.image_model.path
+        if path is not None and not Path(path).expanduser().is_file():
+            raise ModelError(f"model.path={path} cannot be read (there is no such file); give a safetensors file")
 
     def prepare(self, split: str) -> ImageStore | None:
         """Copy the images here unless they are."""

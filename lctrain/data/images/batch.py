@@ -59,7 +59,8 @@ class BatchBuilder:
         batch.numpy()[~live] = 0
         draws = uniforms(self._seed, work.epochs, work.indices, DRAWS)
         fill = self._one_by_one if self._cfg.crop is Crop.random_resized else self._all_at_once
-        fill(batch, work, live, draws)
+        with torch.inference_mode():  # no gradients, and calls cost less
+            fill(batch, work, live, draws)
         return batch
 
     @cached_property
