@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -80,11 +81,12 @@ class Mesh:
         return value
 
     def max_over_all(self, value: float) -> float:
-        """Largest of a host number over every rank (all axes)."""
+        """Largest of a host number over every rank (all axes); infinite where a rank has what is no number."""
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor(value, dtype=torch.float64)
+        # A maximum may pass over one.
+        tensor = torch.tensor(math.inf if math.isnan(value) else value, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return float(tensor)
 

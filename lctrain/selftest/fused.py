@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lctrain.ops import npu_fused
 from lctrain.runtime.device import Accelerator
-from lctrain.selftest.row import Row, compared
+from lctrain.selftest.row import Row, compared, farthest
 
 SECTION = "fused operators"
 _EPS, _TOLERANCE = 1e-5, 1e-4
@@ -39,8 +39,10 @@ def _error(
     tensors = [torch.rand(shape, generator=generator) * 2 - 1 for shape in shapes]
     right = _results(plain, tensors, trained)
     ours = _results(fused, [x.to(device.torch_device) for x in tensors], trained)
-    error = max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in zip(ours, right, strict=True))
-    return error, "output and gradients"
+    names = ["output", *(f"gradient {number}" for number in range(trained))]
+    errors = {n: float((a.cpu() - b).abs().max() / b.abs().max()) for n, a, b in zip(names, ours, right, strict=True)}
+    where, error = farthest(errors)
+    return error, f"largest in {where}"
 
 
 def _results(formula: Formula, tensors: Sequence[torch.Tensor], trained: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from lctrain.selftest.collectives import collective_rows
 from lctrain.selftest.fused import fused_rows
 from lctrain.selftest.kernels import kernel_rows
 from lctrain.selftest.parity import parity_rows
-from lctrain.selftest.row import Row
+from lctrain.selftest.row import Row, of_all_ranks
 from lctrain.train.session import Session, versions
 
 RESULTS = "selftest.json"
@@ -26,8 +26,9 @@ def rank_main(session: Session) -> int:
     session.log(f"selftest on {mesh.sizes.world} x {session.device.name}")
     rows: list[Row] = []
     device = session.device
-    for section in (kernel_rows(device), fused_rows(device), collective_rows(device), parity_rows(session)):
-        found = list(section)
+    sections = (kernel_rows(device), fused_rows(device), collective_rows(device), parity_rows(session))
+    for number, section in enumerate(sections):
+        found = _everywhere(session, number, list(section))
         rows += found
         if found:
             session.log(f"{found[0].section}: {len(found)} rows, {sum(not row.ok for row in found)} differ")
@@ -45,3 +46,13 @@ def rank_main(session: Session) -> int:
     # The store lives in the first rank, which must not end before the others are done with it.
     mesh.barrier()
     return EXIT_OK
+
+
+def _everywhere(session: Session, section: int, found: list[Row]) -> list[Row]:
+    """On the first rank, the rows of all of them together, since any card may be the broken one."""
+    ranks, key = session.ranks, f"selftest/{section}"
+    if not ranks.is_main:
+        session.store.set(f"{key}/{ranks.rank}", json.dumps([asdict(row) for row in found]))
+        return found
+    others = (json.loads(session.store.get(f"{key}/{rank}")) for rank in range(1, ranks.world_size))
+    return of_all_ranks([found, *([Row(**row) for row in rows] for rows in others)])

@@ -14,7 +14,7 @@ from lctrain.ops.attention.reference import ReferenceKernel
 from lctrain.ops.attention.select import select_kernel, why_not
 from lctrain.ops.npu_schemas import differences
 from lctrain.runtime.device import Accelerator
-from lctrain.selftest.row import Row, compared
+from lctrain.selftest.row import Row, compared, farthest
 
 SECTION = "attention kernels"
 _HEADS, _KV_HEADS, _DIM = 2, 1, 64
@@ -61,8 +61,8 @@ def _error(kernel: Kernel, device: Accelerator, dtype: torch.dtype, documents: D
         name: float((got.cpu().float() - right[name]).abs().max() / right[name].abs().max())
         for name, got in ours.items()
     }
-    where = max(errors, key=lambda name: errors[name])
-    return errors[where], f"largest in {where}"
+    where, error = farthest(errors)
+    return error, f"largest in {where}"
 
 
 def _inputs(dtype: torch.dtype, documents: Documents) -> list[torch.Tensor]:

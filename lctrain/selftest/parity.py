@@ -39,7 +39,7 @@ from lctrain.optim.build import build_optimizer, optimizer_groups
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.overflow import overflow_flag
 from lctrain.runtime.seed import weights_seed
-from lctrain.selftest.row import Row
+from lctrain.selftest.row import Row, farthest
 from lctrain.train.language import build_language
 from lctrain.train.language_input import build_meta, read_model
 from lctrain.train.session import Session
@@ -175,12 +175,12 @@ def _under(session: Session, mesh: Mesh) -> Run:
 
 def _compare(name: str, run: Run, right: Run, tolerance: float) -> Iterator[Row]:
     for what, got, wanted in (("loss", run.losses, right.losses), ("gradient norm", run.norms, right.norms)):
-        error = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+        _, error = farthest({str(n): abs(a - b) / abs(b) for n, (a, b) in enumerate(zip(got, wanted, strict=True))})
         yield Row(
             SECTION, f"{name}: {what}", f"{STEPS} steps, the last {got[-1]:.7g}, CPU {wanted[-1]:.7g}", error, tolerance
         )
     errors = {n: float((g - right.gradients[n]).norm() / right.gradients[n].norm()) for n, g in run.gradients.items()}
-    worst = max(errors, key=lambda n: errors[n])
-    missing = right.gradients.keys() - errors.keys()
-    error = math.inf if missing else errors[worst]
+    worst, error = farthest(errors)
+    if right.gradients.keys() - errors.keys():
+        error = math.inf
     yield Row(SECTION, f"{name}: gradients", f"{len(errors)} of them, the farthest {worst}", error, tolerance)

@@ -1,10 +1,10 @@
-"""One line of a selftest."""
+"""One line of a selftest, and what ranks' lines come to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,26 @@ def compared(section: str, name: str, measure: Callable[[], tuple[float, str]], 
     except RuntimeError as failure:
         error, detail = math.inf, str(failure).strip().partition("\n")[0]
     return Row(section, name, detail, error, tolerance)
+
+
+def farthest(errors: Mapping[str, float]) -> tuple[str, float]:
+    """(name, error) of the largest. What is no number is infinitely far: `max` would pass over it."""
+    sound = {name: _sound(error) for name, error in errors.items()}
+    name = max(sound, key=lambda n: sound[n])
+    return name, sound[name]
+
+
+def of_all_ranks(ranks: Sequence[Sequence[Row]]) -> list[Row]:
+    """The first rank's rows, each with the largest error that any rank found; then what only others saw fail."""
+    rows = {(row.section, row.name): row for row in ranks[0]}
+    for rank, found in enumerate(ranks[1:], 1):
+        for row in found:
+            key = (row.section, row.name)
+            known = rows.get(key)
+            if not row.ok if known is None else _sound(row.error) > _sound(known.error):
+                rows[key] = replace(row, detail=f"rank {rank}: {row.detail}")
+    return list(rows.values())
+
+
+def _sound(error: float) -> float:
+    return math.inf if math.isnan(error) else error

@@ -96,6 +96,39 @@ def test_a_wrong_sum_is_seen() -> None:
     assert {row.name.split(",")[0] for row in rows if not row.ok} == {"all-reduce"}
 
 
+def _one_is_broken(ranks: Any) -> list[Any]:
+    """Rows of kernels as the report has them, when the last rank's sdpa gives gradients that are no numbers."""
+    from types import SimpleNamespace
+
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from lctrain.ops.attention.sdpa import SdpaKernel
+    from lctrain.runtime.device import Accelerator
+    from lctrain.selftest import job
+    from lctrain.selftest.kernels import kernel_rows
+
+    original = SdpaKernel.backward
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        dq, dk, dv = original(*args, **kwargs)
+        return dq, dk * float("nan"), dv
+
+    if ranks.rank == ranks.world_size - 1:
+        SdpaKernel.backward = spoilt
+    try:
+        found = list(kernel_rows(Accelerator("cpu", 0)))
+    finally:
+        SdpaKernel.backward = original
+    session: Any = SimpleNamespace(ranks=ranks, store=_get_default_store())
+    return job._everywhere(session, 0, found)
+
+
+def test_a_broken_card_that_is_not_the_first_is_seen() -> None:
+    rows = pool(2).run(_one_is_broken)[0]
+    assert {row.name.split(",")[0] for row in rows if not row.ok} == {"sdpa"}
+    assert all(row.detail == "rank 1: largest in dk" for row in rows if not row.ok)
+
+
 def _raising(ranks: Any) -> list[Any]:
     from lctrain.ops.attention.sdpa import SdpaKernel
     from lctrain.runtime.device import Accelerator

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lctrain.cli import main
 from lctrain.selftest.report import markdown, verdict
-from lctrain.selftest.row import Row
+from lctrain.selftest.row import Row, farthest, of_all_ranks
 
 GOOD = Row("parity", "ddp, fp32: loss", "3 steps", 1e-8, 1e-4)
 BAD = Row("parity", "fsdp, fp32: loss", "3 steps", 2e-3, 1e-4)
@@ -37,6 +38,24 @@ def test_a_report_says_what_ran_where_and_what_differs() -> None:
 def test_a_number_that_is_none_is_no_success() -> None:
     assert not Row("parity", "x", "", math.nan, 1.0).ok
     assert verdict([GOOD, FIGURE]) == "All 1 comparisons hold."
+
+
+def test_what_is_no_number_is_the_farthest() -> None:
+    assert farthest({"a": 0.5, "b": math.nan, "c": 2.0}) == ("b", math.inf)
+    assert farthest({"a": 0.5, "c": 2.0}) == ("c", 2.0)
+
+
+def test_a_broken_card_is_seen_whichever_it_is() -> None:
+    worse, lost = replace(GOOD, error=0.5, detail="3 steps, 7"), Row("parity", "ddp, bf16", "it broke", math.inf, 0.1)
+    others = [[GOOD, FIGURE], [worse, replace(FIGURE, detail="7 tokens/s"), lost, replace(lost, name="x", error=0.0)]]
+    assert of_all_ranks([[GOOD, FIGURE], *others]) == [
+        replace(worse, detail="rank 2: 3 steps, 7"),
+        FIGURE,
+        replace(lost, detail="rank 2: it broke"),
+    ]
+    silent = replace(GOOD, error=math.nan)
+    assert not of_all_ranks([[silent], [GOOD]])[0].ok
+    assert not of_all_ranks([[GOOD], [silent]])[0].ok
 
 
 @pytest.mark.parametrize(
