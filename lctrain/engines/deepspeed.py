@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 from lctrain.config.parallel import ZeroConfig
 from lctrain.engines.base import StepResult
+from lctrain.engines.deepspeed_build import build_for_cpu
 from lctrain.engines.sharded_state import MODEL, OPTIM, buffers, read_tensors, stored_keys, write_tensors
 from lctrain.ops.shards import full_shape, local_part
 from lctrain.runtime.mesh import Mesh
@@ -232,6 +233,11 @@ def import_deepspeed(device_type: str) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # It asks whether oneDNN has fp16, as newer processors do, and refuses the others; torch computes on them all.
+        accelerator.is_fp16_supported = lambda: True
+        build_for_cpu()
     # Takes over the process group that exists; without it partitioning would see a world of one.
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed

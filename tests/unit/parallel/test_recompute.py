@@ -213,7 +213,9 @@ def test_any_number_of_tiles_gives_the_same_gradients(tiles: int) -> None:
     want = gradients(model_of(MemoryConfig())[0])
     got = gradients(model_of(MemoryConfig(tiled_mlp=tiles))[0])
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=2e-5, atol=2e-5, msg=name)
+        # What is added in another order may differ by some roundings of the largest number that was added.
+        rounding = 5e-6 * float(want[name].abs().max())
+        torch.testing.assert_close(got[name], want[name], rtol=2e-5, atol=rounding, msg=name)
 
 
 def test_a_layer_without_an_mlp_is_refused() -> None:
