@@ -51,6 +51,11 @@ class LaunchConfig:
         return self.nnodes or 1
 
     def _check_nodes(self) -> None:
+        if self.nnodes is None:
+            for name in ("node_rank", "rdzv_endpoint"):
+                value = getattr(self, name)
+                mend = "give launch.nnodes=N on every node, or leave it out"
+                require(value is None, f"launch.{name}", value, "has no effect without launch.nnodes", mend)
         if self.nodes == 1:
             return
         require(

@@ -7,7 +7,7 @@ import re
 from lctrain.doctor.facts import Facts
 from lctrain.doctor.finding import Finding, fault, ok, warning
 from lctrain.doctor.probe import Card
-from lctrain.runtime.ascend import build_problem, pair_problem, soc
+from lctrain.runtime.ascend import AUTOLOAD, autoloads, build_problem, pair_problem, soc
 from lctrain.runtime.environment import allocator_problem
 
 _GIB = 2**30
@@ -24,6 +24,9 @@ def cards(facts: Facts) -> Finding | None:
     found = facts.probe.cards
     if facts.kind == "cpu":
         return ok("devices", f"host memory {_gib(facts.host)} GiB free")
+    if not found and facts.kind == "npu" and not autoloads(facts.env):
+        text = f"no npu device is visible: {AUTOLOAD}={facts.env[AUTOLOAD]} keeps torch_npu out of device=auto"
+        return fault("devices", text, f"unset {AUTOLOAD}, or give device=npu")
     if not found:
         visible = "ASCEND_RT_VISIBLE_DEVICES" if facts.kind == "npu" else "CUDA_VISIBLE_DEVICES"
         return fault("devices", f"no {facts.kind} device is visible", f"check the driver and {visible}")

@@ -95,7 +95,9 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def _ask(words: tuple[str, ...]) -> str | None:
     """What a command prints; None when it is not here, does not answer or fails."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TOOL_LIMIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -54,7 +54,9 @@ def run_probe(device: Device) -> Probe:
     """Probe in a new process of this interpreter, for two minutes at most."""
     words = [sys.executable, "-m", "lctrain.doctor.probe", device.name]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired as late:
         found = read_probe(late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or "")
         return replace(found, error=f"{found.stage} took more than {_LIMIT_S} s", mend=_MEND)

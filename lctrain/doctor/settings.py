@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from lctrain.doctor.facts import Facts
 from lctrain.doctor.finding import Finding, fault, ok, warning
-from lctrain.errors import DeviceError
+from lctrain.errors import ConfigError, DeviceError
+from lctrain.launch.rank_table import read_table
 from lctrain.runtime.environment import (
     ALLOC,
     CONNECT,
@@ -48,19 +48,17 @@ def executing(facts: Facts) -> Finding | None:
 
 
 def rank_table(facts: Facts) -> Finding | None:
-    """RANK_TABLE_FILE, from which torch_npu takes the addresses of ranks, must be a table that is complete."""
+    """RANK_TABLE_FILE, from which torch_npu takes the addresses of ranks, must be a table that a run takes."""
     path = facts.env.get("RANK_TABLE_FILE")
     if facts.kind != "npu" or path is None:
         return None
-    mend = "unset RANK_TABLE_FILE where the platform did not write it for this job"
+    otherwise = "or unset RANK_TABLE_FILE where the platform did not write it for this job"
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return fault("rank table", f"RANK_TABLE_FILE={path} cannot be read ({error})", mend)
-    status = table.get("status") if isinstance(table, dict) else None
-    if status != "completed":
-        return warning("rank table", f"RANK_TABLE_FILE={path} has status {status}, not completed", mend)
-    return ok("rank table", f"RANK_TABLE_FILE={path} is complete")
+        table = read_table(Path(path))
+    except ConfigError as error:
+        what, mend = str(error).split("; ", 1)
+        return fault("rank table", what, f"{mend}, {otherwise}")
+    return ok("rank table", f"RANK_TABLE_FILE={path} has {len(table.servers)} x {len(table.servers[0].devices)} ranks")
 
 
 def _timeout(

@@ -28,6 +28,8 @@ def find_place(launch: LaunchConfig, env: MutableMapping[str, str] = os.environ)
     ranks = read_ranks(env)
     if ranks.launcher is not None:
         return of_rank(launch, ranks)
+    if launch.nnodes is None:
+        _check_alone(env)
     if launch.nodes == 1:
         return Place(ranks)
     assert launch.node_rank is not None
@@ -44,3 +46,21 @@ def _torchrun(env: Mapping[str, str]) -> Ranks:
             "launch=torchrun out"
         )
     return ranks
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Raise ConfigError where a platform started several of this process, each of which would be a job of its own."""
+    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
+    for several, said, kind in (
+        ("SLURM_STEP_ID" in env and tasks != "1", f"srun started {tasks} tasks", "slurm"),
+        (
+            "RANK_ID" in env and env.get("RANK_SIZE", "1") != "1",
+            f"RANK_SIZE={env.get('RANK_SIZE')} processes were started",
+            "modelarts",
+        ),
+    ):
+        if several:
+            raise ConfigError(
+                f"{said} and each would train alone; add launch={kind}, or start one process (launch.nnodes=1 says "
+                "that this is meant)"
+            )

@@ -40,6 +40,8 @@ def read_table(path: Path) -> RankTable:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _refused(path, f"cannot be read ({error})", "give the JSON file the platform wrote") from error
+    if isinstance(raw, dict) and raw.get("status", "completed") != "completed":
+        raise _refused(path, f"has status {raw['status']}", "start once the platform has completed it")
     if not isinstance(raw, dict) or not ({"server_list", "group_list"} & set(raw)):
         keys = ", ".join(map(str, raw)) if isinstance(raw, dict) else type(raw).__name__
         raise _refused(
@@ -47,8 +49,6 @@ def read_table(path: Path) -> RankTable:
             f"has neither server_list nor group_list but {keys or 'nothing'}",
             "this schema is not known; start one process a host instead, without RANK_ID and RANK_SIZE",
         )
-    if raw.get("status", "completed") != "completed":
-        raise _refused(path, f"has status {raw['status']}", "start once the platform has completed it")
     try:
         servers = _servers(raw["server_list"]) if "server_list" in raw else _instances(raw["group_list"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -21,6 +21,7 @@ _START = (
 )
 # Below the ports that Linux hands out by itself (from 32768) and above those of common services.
 _FIRST_PORT, _PORTS = 20_000, 10_000
+_STEP_APART = 997  # a prime: ports of a job's first steps differ
 
 
 @dataclass(frozen=True)
@@ -143,4 +144,6 @@ def _endpoint(env: Mapping[str, str], step: _Step) -> str:
             f"{name}={text} names {len(hosts)} hosts but the step has {step.nodes} nodes; give "
             "launch.rdzv_endpoint=HOST:PORT of the node that has task 0"
         )
-    return f"{hosts[0]}:{_FIRST_PORT + number_of(env, 'SLURM_JOB_ID', _START) % _PORTS}"
+    # Steps of one job may run side by side on one host.
+    place = number_of(env, "SLURM_JOB_ID", _START) + _STEP_APART * number_of(env, "SLURM_STEP_ID", _START)
+    return f"{hosts[0]}:{_FIRST_PORT + place % _PORTS}"

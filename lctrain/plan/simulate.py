@@ -83,6 +83,7 @@ def simulate(config: TrainConfig, hardware: Hardware, ranks: int) -> Simulation:
     session = Session(config, Ranks(0, ranks, 0, ranks, "lctrain"), dist.HashStore(), StopFlag())
     session.log = lambda line: None  # type: ignore[assignment]
     session.device = accelerator or session.device
+    session.device.recompute_here()
     with ExitStack() as stack:
         stack.enter_context(_hushed())
         stack.enter_context(fake_groups(ranks))

@@ -124,6 +124,9 @@ def import_torch(device: Device, env: Mapping[str, str] = os.environ) -> None:
     """
     packages = read_packages()
     brings = packages.torch_npu is not None and autoloads(env)  # asked first: torch_npu changes the variable
+    if packages.torch_npu is not None and not brings and device is not Device.npu:
+        # Whoever turned it off means it: transformers and accelerate import it where they find it.
+        sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
     if brings or (packages.torch_npu is not None and device is Device.npu):
         problem = pair_problem(packages) or build_problem(packages, env)
         if problem is not None:

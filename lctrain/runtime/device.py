@@ -15,6 +15,7 @@ from lctrain.config.hardware import hardware_called
 from lctrain.config.root import Device
 from lctrain.errors import DeviceError
 from lctrain.runtime import ascend
+from lctrain.runtime.environment import allocator_problem
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +80,22 @@ class Accelerator:
 
     def activate(self) -> None:
         """Make this the process's current device."""
+        self.recompute_here()
         if self.type == "cpu":
             return
         self._module().set_device(self.index)
         if self.type == "npu" and ascend.soc(self.name).compiles_online:
             # Compiling each operator for each shape takes minutes; the prebuilt ones take any shape.
             self._module().set_compile_mode(jit_compile=False)
+
+    def recompute_here(self) -> None:
+        """Recompute what has no tensor on a device on this one.
+
+        torch_npu makes that npu also for jobs on cpu, whose machine may have no card.
+        """
+        from torch.utils.checkpoint import DefaultDeviceType
+
+        DefaultDeviceType.set_device_type(self.type)
 
     def synchronize(self) -> None:
         """Wait for queued work."""
@@ -192,6 +203,8 @@ def choose(device: Device, local_rank: int, local_world_size: int) -> Accelerato
     Raises DeviceError when the type is absent or cannot train, or there are more ranks than devices.
     """
     device_type = wanted_type(device)
+    if device_type == "npu" and (problem := allocator_problem()) is not None:
+        raise DeviceError(f"{problem[0]}; {problem[1]}")
     _load(device_type)
     devices = count(device_type)
     if devices == 0:

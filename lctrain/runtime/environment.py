@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -16,6 +17,11 @@ CONNECT_LEAST_S = 600  # ranks of a large model can start this far apart
 _CONNECT_MOST_S = 7200  # HCCL's limit
 _EXEC_STEP_S = 68  # HCCL rounds down to a multiple on the first 910
 _EXPANDABLE = "expandable_segments:True"
+_ALLOC_VALUES = {
+    "expandable_segments": "True|False",
+    "max_split_size_mb": r"\d+",
+    "garbage_collection_threshold": r"0?\.\d+",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def prepare_environment(device_type: str, timeout_s: int, *, env: MutableMapping
 
     timeout_s: of the process group, whose watchdog ends the process. HCCL's own limit stays below it, so that HCCL
     can say first which rank it waits for.
-    Raises DeviceError when both allocator variables of NPUs are set, or a timeout is not a number.
+    Raises DeviceError when both allocator variables of NPUs are set or one cannot be read, or a timeout is no number.
     """
     settings: list[Setting] = []
 
@@ -93,13 +99,26 @@ def exec_timeout(timeout_s: int) -> int:
 
 
 def allocator_problem(env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """(what is wrong, what mends it) when both variables of the NPU's allocator are set, which torch_npu refuses."""
+    """(what is wrong, what mends it) when the variables of the NPU's allocator are both set, or cannot be read.
+
+    torch_npu refuses the one, and says only `stoull` of the other.
+    """
     if NPU_ALLOC not in env or ALLOC not in env:
-        return None
+        return next((p for name in (NPU_ALLOC, ALLOC) if (p := _unreadable(name, env.get(name, "")))), None)
     return (
         f"{NPU_ALLOC}={env[NPU_ALLOC]} and {ALLOC}={env[ALLOC]} are both set and torch_npu accepts only one",
         f"unset {ALLOC}",
     )
+
+
+def _unreadable(name: str, text: str) -> tuple[str, str] | None:
+    """The first part of `key:value,key:value` that is none, or whose value is of another kind than its key's."""
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, colon, value = part.partition(":")
+        wanted = _ALLOC_VALUES.get(key, r".+")
+        if not colon or not re.fullmatch(wanted, value):
+            return f"{name}={text} cannot be read at {part}", f"write e.g. {name}={_EXPANDABLE}, or unset it"
+    return None
 
 
 def connect_problem(env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:

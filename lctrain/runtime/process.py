@@ -41,7 +41,7 @@ class Ranks:
 def read_ranks(env: Mapping[str, str] = os.environ) -> Ranks:
     """Read the variables torchrun, accelerate and our own launcher set.
 
-    Raises ConfigError when they are incomplete.
+    Raises ConfigError when they are incomplete or are no ranks.
     """
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
     if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -60,13 +60,30 @@ def read_ranks(env: Mapping[str, str] = os.environ) -> Ranks:
             "launch or python -m lctrain, or unset RANK and WORLD_SIZE"
         )
     launcher = "lctrain" if STORE_FD in env or "LCTRAIN_LAUNCHED" in env else "accelerate" if accelerate else "torchrun"
-    world = int(env["WORLD_SIZE"])
+    world = _number(env, "WORLD_SIZE", 1, None)
+    here = _number(env, "LOCAL_WORLD_SIZE", 1, world) if "LOCAL_WORLD_SIZE" in env else world
+    if world % here:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={here} does not divide WORLD_SIZE={world}; start as many ranks on every node"
+        )
     return Ranks(
-        rank=int(env["RANK"]),
+        rank=_number(env, "RANK", 0, world - 1),
         world_size=world,
-        local_rank=int(env["LOCAL_RANK"]),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
+        local_rank=_number(env, "LOCAL_RANK", 0, here - 1),
+        local_world_size=here,
         launcher=launcher,
+    )
+
+
+def _number(env: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    """A launcher's whole number. Raises ConfigError when it is none, or out of range."""
+    text = env[name].strip()
+    if text.isdecimal() and int(text) >= least and (most is None or int(text) <= most):
+        return int(text)
+    rule = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise ConfigError(
+        f"{name}={text} is not a whole number {rule}; start with torchrun, accelerate launch or python -m lctrain, or "
+        "unset RANK and WORLD_SIZE"
     )
 
 

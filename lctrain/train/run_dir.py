@@ -39,6 +39,14 @@ def check_free(path: Path, resume: str | None) -> None:
         )
 
 
+def make_run_dir(path: Path) -> None:
+    """Make the directory. Raises ConfigError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir={path} cannot be made ({error}); give a folder in which you may write") from error
+
+
 class RunDir:
     """Files of one run. Only the main rank writes."""
 
@@ -52,8 +60,8 @@ class RunDir:
         self.classes = path / "classes.json"
 
     def create(self, config: TrainConfig) -> None:
-        """Make the directory and write config.yaml."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Make the directory and write config.yaml. Raises ConfigError where that cannot be."""
+        make_run_dir(self.path)
         save_config(config, self.config)
         self.summary.unlink(missing_ok=True)
 

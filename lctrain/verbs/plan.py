@@ -14,7 +14,7 @@ from lctrain.config.parallel import SingleConfig
 from lctrain.config.resolve import wanted_ranks
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
-from lctrain.train.run_dir import default_run_dir
+from lctrain.train.run_dir import default_run_dir, make_run_dir
 from lctrain.verbs.train import show
 
 if TYPE_CHECKING:
@@ -143,5 +143,5 @@ def _say(text: Iterable[str]) -> None:
 
 
 def _write(run_dir: Path, record: dict[str, Any]) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     (run_dir / FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

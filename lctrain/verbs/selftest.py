@@ -13,7 +13,7 @@ from lctrain.config.resolve import resolve
 from lctrain.config.root import Device, TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError, LctrainError
 from lctrain.runtime.process import read_ranks
-from lctrain.train.run_dir import default_run_dir
+from lctrain.train.run_dir import default_run_dir, make_run_dir
 
 REPORT = "selftest.md"
 # Enough heads for Ulysses and enough matrices for a figure, on up to eight ranks.
@@ -52,7 +52,7 @@ def run(command: Any) -> int:
     run_dir = Path(config.run_dir) if config.run_dir else default_run_dir("selftest")
     if (run_dir / REPORT).exists():
         raise ConfigError(f"run_dir={run_dir} holds a report already; give another run_dir, or move it away")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     return _run(config, run_dir)
 
 

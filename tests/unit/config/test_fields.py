@@ -46,7 +46,7 @@ BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
     (LaunchConfig, "launch", "default_ranks", [0], [1]),
     (LaunchConfig, "launch", "nproc_per_node", [0], [1, None]),
     (LaunchConfig, "launch", "nnodes", [0], [1, None]),
-    (LaunchConfig, "launch", "rdzv_endpoint", ["a", ":1", "a:b", "a:0", "a:65536"], ["a:1", "[::1]:65535", None]),
+    (LaunchConfig, "launch", "rdzv_endpoint", ["a", ":1", "a:b", "a:0", "a:65536"], [None]),
     (TorchrunConfig, "launch", "rdzv_endpoint", ["a:1"], [None]),
     (TorchrunConfig, "launch", "node_rank", [0], [None]),
     (LaunchConfig, "launch", "timeout_s", [0], [1]),
@@ -92,6 +92,10 @@ def test_pairs_that_exclude_each_other() -> None:
 
 
 def test_several_nodes_need_an_endpoint_and_a_number_each() -> None:
+    for endpoint in ("a:1", "[::1]:65535"):
+        assert LaunchConfig(nnodes=1, rdzv_endpoint=endpoint).rdzv_endpoint == endpoint
+        assert "launch.rdzv_endpoint=" in (said := refusal(LaunchConfig, rdzv_endpoint=endpoint))
+        assert "has no effect without launch.nnodes; give launch.nnodes=N on every node" in said
     assert "launch.rdzv_endpoint=None must be set with launch.nnodes=2" in refusal(LaunchConfig, nnodes=2)
     for rank in (None, -1, 2):
         said = refusal(LaunchConfig, nnodes=2, rdzv_endpoint="a:1", node_rank=rank)

@@ -86,6 +86,13 @@ PLANTED: list[tuple[Facts, str, Level, str, str]] = [
     (with_env(NPU, {"ASCEND_HOME_PATH": "/no/where"}), "CANN", Level.fault, "/no/where is not a folder", "set_env.sh"),
     (with_probe(NPU, transferred=True), "transfer", Level.warning, "transfer_to_npu has been", "remove that import"),
     (with_probe(NPU, cards=()), "devices", Level.fault, "no npu device is visible", "ASCEND_RT_VISIBLE_DEVICES"),
+    (
+        with_probe(with_env(NPU, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}), cards=()),
+        "devices",
+        Level.fault,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch_npu out of device=auto",
+        "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or give device=npu",
+    ),
     (with_probe(CUDA, cards=()), "devices", Level.fault, "no cuda device is visible", "CUDA_VISIBLE_DEVICES"),
     (
         with_probe(NPU, cards=(), error="device=npu but Ascend310P3 is an inference card", mend="run on an Ascend 910"),
@@ -187,9 +194,10 @@ def test_only_processes_are_read_from_npu_smi() -> None:
 @pytest.mark.parametrize(
     ("table", "level"),
     [
-        ('{"status": "completed", "server_list": []}', Level.ok),
-        ('{"status": "initializing"}', Level.warning),
-        ("[]", Level.warning),
+        ('{"server_list": [{"server_id": "a", "device": [{"device_id": "0", "rank_id": "0"}]}]}', Level.ok),
+        ('{"status": "completed", "server_list": []}', Level.fault),
+        ('{"status": "initializing"}', Level.fault),
+        ("[]", Level.fault),
         ("{", Level.fault),
     ],
 )

@@ -51,6 +51,21 @@ def test_nobody_started_ranks() -> None:
     assert find_place(several, {}) == Place(Ranks(), node=Node(2, 1, "h:1"))
 
 
+def test_a_platforms_processes_are_no_jobs_of_their_own() -> None:
+    tasks = ONE_TASK | {"SLURM_NTASKS": "2"}
+    said = refusal(LaunchConfig(), tasks)
+    assert said.startswith("srun started 2 tasks and each would train alone; add launch=slurm, or start one process")
+    cards = {"RANK_ID": "0", "RANK_SIZE": "8", "DEVICE_ID": "0"}
+    assert "RANK_SIZE=8 processes were started and each would train alone; add launch=modelarts" in refusal(
+        LaunchConfig(), cards
+    )
+    several = LaunchConfig(nnodes=2, node_rank=1, rdzv_endpoint="h:1")
+    for launch, env in ((LaunchConfig(), ONE_TASK), (LaunchConfig(nnodes=1), tasks), (several, tasks)):
+        assert find_place(launch, env).ranks == Ranks()
+    batch_script = {name: value for name, value in tasks.items() if name != "SLURM_STEP_ID"}
+    assert find_place(LaunchConfig(), batch_script).ranks == Ranks()
+
+
 @pytest.mark.parametrize("launch", [LaunchConfig(), TorchrunConfig(), TorchrunConfig(nproc_per_node=2, nnodes=2)])
 def test_torchrun_is_found(launch: LaunchConfig) -> None:
     env = dict(TORCHRUN)

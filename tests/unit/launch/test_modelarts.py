@@ -193,6 +193,7 @@ def test_hosts_are_in_the_order_of_their_ranks_and_called_by_an_address(tmp_path
             "lacks or misspells a field (KeyError: 'server_id')",
         ),
         (table_of(server("a", {0: 0}) | {"device": [{"device_id": "zero", "rank_id": "0"}]}), "a field (ValueError"),
+        ({"status": "initializing"}, "has status initializing; start once the platform has completed it"),
         (table_of(), "gives its hosts the ranks []; "),
         (table_of(server("a", {1: 0, 2: 1})), "gives its hosts the ranks [[1, 2]]; ranks of a host must follow"),
         (table_of(server("a", {0: 0, 2: 1}), server("b", {1: 0, 3: 1})), "the ranks [[0, 2], [1, 3]]; "),

@@ -196,6 +196,12 @@ def test_the_port_follows_from_the_job_within_a_safe_range() -> None:
         find_place(SlurmConfig(), env)
         ports.append(int(env["MASTER_PORT"]))
     assert ports == [20000, 29999, 20000, 27295]
+    ports = []
+    for step in ("0", "1", "2"):  # side by side on the same hosts
+        env = TASKS | {"SLURM_STEP_ID": step}
+        find_place(SlurmConfig(), env)
+        ports.append(int(env["MASTER_PORT"]))
+    assert len(set(ports)) == 3
 
 
 def test_a_batch_script_without_srun_is_no_task() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +35,9 @@ NO_LIBRARY = ImportError("libhccl.so: cannot open shared object file: No such fi
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Pretend that these packages are installed, and that importing them raises."""
+    before = {name: module for name, module in sys.modules.items() if name == "torch_npu"}
 
     def pretend(packages: Packages, error: Exception | None = None) -> None:
         monkeypatch.setattr(ascend, "read_packages", lambda: packages)
@@ -51,7 +54,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(builtins, "__import__", importing)
 
-    return pretend
+    yield pretend
+    sys.modules.pop("torch_npu", None)
+    sys.modules.update(before)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +224,14 @@ def test_what_does_not_fit_is_refused_before_it_is_imported(installed: Any, pack
 def test_a_run_without_torch_npu_does_not_care_what_it_would_need(installed: Any) -> None:
     installed(Packages("2.13.0", "2.12.0", "2.12.0", "13.0"))
     import_torch(Device.cuda, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+
+
+@pytest.mark.parametrize(("device", "hidden"), [(Device.cpu, True), (Device.auto, True), (Device.npu, False)])
+def test_who_turns_torch_npu_off_gets_no_library_that_imports_it(installed: Any, device: Device, hidden: bool) -> None:
+    installed(PAIR)
+    import_torch(device, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert (sys.modules.get("torch_npu", "none") is None) == hidden
+    assert not hidden or find_spec("torch_npu") is None
 
 
 def test_torch_npu_itself(installed: Any) -> None:

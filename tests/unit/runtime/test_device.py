@@ -28,6 +28,23 @@ def test_a_rank_gets_the_device_of_its_number() -> None:
 
 
 @pytest.mark.usefixtures("two_npus")
+def test_two_allocator_variables_are_refused_before_a_card_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a plan, which sets no environment."""
+    for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    with pytest.raises(DeviceError, match="are both set and torch_npu accepts only one; unset PYTORCH_ALLOC_CONF"):
+        choose(Device.npu, 0, 1)
+
+
+def test_a_job_on_cpu_recomputes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.checkpoint import DefaultDeviceType
+
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", "npu")  # as torch_npu leaves it
+    Accelerator("cpu", 0).activate()
+    assert DefaultDeviceType.get_device_type() == "cpu"
+
+
+@pytest.mark.usefixtures("two_npus")
 def test_more_ranks_than_devices() -> None:
     with pytest.raises(DeviceError) as caught:
         choose(Device.npu, 0, 3)

@@ -108,6 +108,15 @@ def test_both_allocator_variables_are_refused_on_npus_only() -> None:
     prepare_environment("cuda", 1800, env=env)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_variable_that_cannot_be_read(name: str) -> None:
+    for value in ("max_split_size_mb:abc", "max_split_size_mb", "expandable_segments:true", "x:1,max_split_size_mb:"):
+        with pytest.raises(DeviceError, match=rf"{name}={value} cannot be read at .*; write e\.g\. {name}="):
+            prepare_environment("npu", 1800, env={name: value})
+    for value in ("", "max_split_size_mb:64, expandable_segments:False", "garbage_collection_threshold:0.8", "new:[1]"):
+        prepare_environment("npu", 1800, env={name: value})
+
+
 @pytest.mark.parametrize("name", ["HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"])
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5"])
 def test_a_timeout_that_is_no_number_is_refused(name: str, value: str) -> None:

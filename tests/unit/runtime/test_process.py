@@ -56,6 +56,26 @@ def test_an_incomplete_environment_is_refused(missing: str) -> None:
         read_ranks(env)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "x", "RANK=x is not a whole number from 0 to 7; start with torchrun"),
+        ("RANK", "8", "RANK=8 is not a whole number from 0 to 7"),
+        ("RANK", "-1", "RANK=-1 is not a whole number from 0 to 7"),
+        ("WORLD_SIZE", "2.0", "WORLD_SIZE=2.0 is not a whole number of 1 or more"),
+        ("WORLD_SIZE", "", "WORLD_SIZE= is not a whole number of 1 or more"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0 is not"),
+        ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE=0 is not a whole number from 1 to 8"),
+        ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE=3 does not divide WORLD_SIZE=8"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK=2 is not a whole number from 0 to 1"),
+    ],
+)
+def test_what_is_no_rank(name: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_ranks({**TORCHRUN, name: value})
+    assert str(caught.value).startswith(said)
+
+
 def test_the_local_number_of_ranks_falls_back_to_all() -> None:
     env = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}
     assert read_ranks(env).local_world_size == 8

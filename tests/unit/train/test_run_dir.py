@@ -12,7 +12,7 @@ from lctrain.errors import ConfigError
 from lctrain.train.callbacks.base import Callback, StepRecord, close_all
 from lctrain.train.callbacks.metrics_file import MetricsFile
 from lctrain.train.log import Log
-from lctrain.train.run_dir import RunDir, check_free, default_run_dir, read_summary
+from lctrain.train.run_dir import RunDir, check_free, default_run_dir, make_run_dir, read_summary
 
 
 @pytest.fixture
@@ -28,6 +28,12 @@ def strict(text: str) -> dict:
 def record(step: int, loss: float = 1.0, norm: float = 2.0) -> StepRecord:
     """A record of a step."""
     return StepRecord(step, step / 3, loss, loss, norm, 0.1, "tokens", 64.0 * step, 0.5, 128.0, None, 7, 0.0, False)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run_dir=.*file cannot be made \(.*\); give a folder in which you may"):
+        make_run_dir(tmp_path / "file")
 
 
 class Broken(Callback):
