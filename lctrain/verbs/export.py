@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lctrain.config.model import CausalLMConfig
-from lctrain.config.root import TrainConfig
+from lctrain.config.root import Device, TrainConfig
 from lctrain.errors import EXIT_OK, CheckpointError, ConfigError
+from lctrain.runtime.ascend import import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ def run(command: Any) -> int:
         raise ConfigError(f"out={out} exists and is not empty; choose another folder")
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run_dir={run_dir} has no config.yaml; give the directory of a run")
+    import_torch(Device.cpu)
     folder = _checkpoint(run_dir, fields.get("checkpoint"))
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)

@@ -14,6 +14,7 @@ from lctrain.config.parallel import SingleConfig
 from lctrain.config.resolve import wanted_ranks
 from lctrain.config.root import TrainConfig
 from lctrain.errors import EXIT_NO, EXIT_OK, ConfigError
+from lctrain.runtime.ascend import import_torch
 from lctrain.train.run_dir import default_run_dir, make_run_dir
 from lctrain.verbs.train import show
 
@@ -37,10 +38,11 @@ def run(command: Any) -> int:
 
 def plan_config(config: TrainConfig, *, config_dir: str | None = None) -> int:
     """Plan a typed config. Raises ConfigError, ModelError."""
-    from lctrain.plan.detect import wanted
-
     # Before torch is imported, which would remark on a job that does not run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import_torch(config.device)
+    from lctrain.plan.detect import wanted
+
     hardware = wanted(config, config_dir=config_dir)
     ranks = config.plan.world_size or wanted_ranks(config)
     if isinstance(config.parallel, SingleConfig) and ranks > 1:

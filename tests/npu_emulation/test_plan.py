@@ -32,3 +32,19 @@ def test_a_plan_on_npu_tensors_agrees_with_the_cpu_s(
     assert npu["peak_bytes"] == pytest.approx(cpu["peak_bytes"], rel=0.01)
     for part in ("matmul_s", "attention_s"):
         assert npu["step"][part] == pytest.approx(cpu["step"][part], rel=0.01), part
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {"EMULATED_NPU_COUNT": "0"},
+        {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_LIBRARY_PATH": ""},
+    ],
+    ids=["no card", "torch_npu turned off, without CANN"],
+)
+def test_a_plan_on_a_login_node(emulation: Emulation, tmp_path: Path, machine: dict[str, str]) -> None:
+    """Recomputed on the CPU, which torch_npu would ask a card for; without what transformers would import."""
+    words = ("plan", "recipe=llama_tiny_32k", "parallel=single", "data.max_length=2048", "plan.device=ascend910b3")
+    done = emulation.lctrain(*words, "memory=full", "run_dir=run", cwd=tmp_path, **machine)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/plan.json").read_text(encoding="utf-8"))["traced_on"] == "cpu"
