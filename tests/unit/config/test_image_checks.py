@@ -112,7 +112,7 @@ def test_lenet_has_no_batch_norm_to_refuse_one_image_for() -> None:
 
 
 def test_fields_that_another_one_makes_idle_are_said() -> None:
-    words = ["recipe=resnet8_fashion_mnist", "data.crop=none", "data.crop_area=[0.2,1.0]", "bn.precise_batches=9"]
+    words = ["recipe=resnet8_fashion_mnist", "data.crop_padding=2", "data.crop_area=[0.2,1.0]", "bn.precise_batches=9"]
     assert batch_notes(compose_config(words), 1, data_ranks=2) == [
         "warning: data.crop_padding has no effect with data.crop=none",
         "warning: data.crop_area has no effect with data.crop=none",
