@@ -174,7 +174,8 @@ class LoggingConfig:
     """every_steps: steps between two records of metrics.jsonl.
 
     mlperf: write mlperf.log, an MLPerf training log (image recipes). pictures: loss and accuracy curves as PNG, and
-    for image recipes a grid of training images.
+    for image recipes a grid of training images. profile_steps: so many steps, after the first two, under the device's
+    profiler; 0 is none.
     """
 
     kind: str = "logging"
@@ -182,12 +183,16 @@ class LoggingConfig:
     tensorboard: bool = True
     progress: bool = True
     pictures: bool = False
+    profile_steps: int = 0
     mlperf: bool = False
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     def __post_init__(self) -> None:
         require(
             self.every_steps >= 1, "logging.every_steps", self.every_steps, "must be at least 1", "1 logs every step"
+        )
+        require(
+            self.profile_steps >= 0, "logging.profile_steps", self.profile_steps, "must not be negative", "0 is none"
         )
 
 

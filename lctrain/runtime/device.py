@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lctrain.config.hardware import hardware_called
@@ -138,6 +139,30 @@ class Accelerator:
         if self.type == "npu":
             return ascend.soc(self.name).bf16
         return bool(self._module().is_bf16_supported(including_emulation=False))
+
+    @contextmanager
+    def traced(self, folder: Path, rank: int) -> Iterator[None]:
+        """Record what runs inside, on the host and on this device.
+
+        `folder` gets rank-N.json, a trace that https://ui.perfetto.dev and chrome://tracing show; on npu the folder
+        of torch_npu's profiler, with its tables of computing and communication, which MindStudio Insight shows.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.type == "npu":
+            import torch_npu
+
+            kinds = torch_npu.profiler.ProfilerActivity
+            ready = torch_npu.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank-{rank}")
+            with torch_npu.profiler.profile(activities=[kinds.CPU, kinds.NPU], on_trace_ready=ready):
+                yield
+                self.synchronize()
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.type == "cuda" else [])]) as p:
+            yield
+            self.synchronize()
+        p.export_chrome_trace(str(folder / f"rank-{rank}.json"))
 
     def seed(self, value: int) -> None:
         """Seed the host's and the device's generators."""

@@ -25,8 +25,11 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 def test_a_real_run_gives_the_cpu_s_losses(emulation: Emulation, tmp_path: Path) -> None:
     log = tmp_path / "calls"
-    done = emulation.lctrain(*TINY, "parallel=fsdp_sp", *ON_NPU, cwd=tmp_path, EMULATED_NPU_LOG=str(log))
+    profiled = "logging.profile_steps=1"
+    done = emulation.lctrain(*TINY, "parallel=fsdp_sp", *ON_NPU, profiled, cwd=tmp_path, EMULATED_NPU_LOG=str(log))
     assert done.returncode == 0, done.stderr
+    # The emulation has no profiling library, so torch_npu's profiler writes what it knows without one.
+    assert len(list((tmp_path / "npu/profile").glob("rank-*_ascend_pt/profiler_info*.json"))) == 2
     assert "2 x Ascend910B3" in done.stdout
     assert "environment: set HCCL_CONNECT_TIMEOUT=1800" in done.stdout
     assert lctrain(*TINY, *ON_CPU, cwd=tmp_path).returncode == 0

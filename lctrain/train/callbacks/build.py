@@ -14,6 +14,7 @@ from lctrain.train.callbacks.base import Callback
 from lctrain.train.callbacks.console import Console
 from lctrain.train.callbacks.metrics_file import MetricsFile
 from lctrain.train.callbacks.planned import Planned
+from lctrain.train.callbacks.profiler import Profiler
 from lctrain.train.callbacks.tensorboard import TensorBoard
 from lctrain.train.run_dir import RunDir
 
@@ -57,6 +58,12 @@ def build_callbacks(
             from lctrain.train.callbacks.curves import Curves
 
             callbacks.append(Curves(run_dir.metrics, run_dir.path / "curves.png"))
+    if logging.profile_steps:
+        callbacks.append(
+            Profiler(
+                run_dir.path / "profile", device=mesh.device, rank=rank, steps=logging.profile_steps, report=report
+            )
+        )
     if logging.mlflow.uri is not None and (rank == 0 or logging.mlflow.per_rank):
         from lctrain.train.callbacks.mlflow import MlflowLog
 

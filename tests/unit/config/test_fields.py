@@ -47,6 +47,7 @@ BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
     (LaunchConfig, "launch", "nproc_per_node", [0], [1, None]),
     (LaunchConfig, "launch", "nnodes", [0], [1, None]),
     (LaunchConfig, "launch", "rdzv_endpoint", ["a", ":1", "a:b", "a:0", "a:65536"], [None]),
+    (LoggingConfig, "logging", "profile_steps", [-1], [0, 3]),
     (TorchrunConfig, "launch", "rdzv_endpoint", ["a:1"], [None]),
     (TorchrunConfig, "launch", "node_rank", [0], [None]),
     (LaunchConfig, "launch", "timeout_s", [0], [1]),
