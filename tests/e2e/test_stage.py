@@ -18,9 +18,10 @@ from tests.support.object_store import KEYS, ObjectStore
 from tests.unit.data.small_images import picture, write_folder
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-# The command line with shards of three small images.
+# The command line with shards of three small images; whoever runs tests in the background lets Ctrl-C be ignored.
 SMALL_SHARDS = (
-    "import sys; from lctrain.cli import main; from lctrain.data.images import copying; "
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from lctrain.cli import main; from lctrain.data.images import copying; "
     "copying.SHARD_BYTES = 4000; sys.exit(main(sys.argv[1:]))"
 )
 

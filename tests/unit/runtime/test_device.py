@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
 
 from lctrain.config.root import Device
 from lctrain.errors import DeviceError
@@ -37,8 +38,6 @@ def test_two_allocator_variables_are_refused_before_a_card_is_asked(monkeypatch:
 
 
 def test_a_job_on_cpu_recomputes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.checkpoint import DefaultDeviceType
-
     monkeypatch.setattr(DefaultDeviceType, "_default_device_type", "npu")  # as torch_npu leaves it
     Accelerator("cpu", 0).activate()
     assert DefaultDeviceType.get_device_type() == "cpu"
@@ -122,6 +121,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     module = Module()
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
     monkeypatch.setattr(devices.ascend, "import_torch_npu", lambda device: None)
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", "cpu")  # activating sets it, for later tests too
     return module
 
 
