@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from lctrain.runtime.signals import GivingUp, insisting
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -25,6 +27,7 @@ class StopFlag:
         self.requested = False
         self._interrupts = 0
         self._at_once = False
+        self._give_up = GivingUp(StoppedEarly)
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT of this process, though not of helpers it forks."""
@@ -35,13 +38,14 @@ class StopFlag:
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Raise StoppedEarly for a signal inside, or one that has come already, instead of keeping it for a step."""
-        self._at_once = True
-        try:
-            if self.requested:
-                raise StoppedEarly
-            yield
-        finally:
-            self._at_once = False
+        with insisting(*_SIGNALS, by=signal.SIGTERM):  # another SIGINT would mean more
+            self._at_once = True
+            try:
+                if self.requested:
+                    raise StoppedEarly
+                yield
+            finally:
+                self._at_once = False
 
     def _let_go(self) -> None:
         # A pool ends its processes by SIGTERM and waits for them without limit: that must end them at once. A
@@ -57,4 +61,4 @@ class StopFlag:
             if self._interrupts > 1:
                 os._exit(128 + signal.SIGINT)
         if self._at_once:
-            raise StoppedEarly
+            self._give_up()

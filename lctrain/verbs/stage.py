@@ -13,6 +13,7 @@ from lctrain.config.compose import compose_config, conf_dir, explain
 from lctrain.config.images import ImagesConfig
 from lctrain.data.images.prepare import prepare_images
 from lctrain.errors import EXIT_OK, ConfigError
+from lctrain.runtime.signals import GivingUp, insisting
 
 
 def run(command: Any) -> int:
@@ -21,9 +22,12 @@ def run(command: Any) -> int:
     if command.show_config:
         return _show(cfg)
     report = partial(print, flush=True)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell starts what runs in the background so
+        signal.signal(signal.SIGINT, GivingUp(KeyboardInterrupt))
     try:
-        train = prepare_images(cfg, split="train", report=report, verify=True)
-        held = prepare_images(cfg, split="eval", report=report, verify=True)
+        with insisting(signal.SIGINT, by=signal.SIGINT):
+            train = prepare_images(cfg, split="train", report=report, verify=True)
+            held = prepare_images(cfg, split="eval", report=report, verify=True)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)  # threads that read from the source would be waited for
