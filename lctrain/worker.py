@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import traceback
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lctrain.config.plain import load
 from lctrain.config.root import TrainConfig
-from lctrain.errors import EXIT_BUG, EXIT_ECHO, EXIT_PREEMPTED, LctrainError, TrainingStopped
+from lctrain.errors import EXIT_BUG, EXIT_ECHO, LctrainError, TrainingStopped
 from lctrain.runtime.ascend import import_torch
-from lctrain.runtime.process import Ranks, connect, read_ranks, stop_groups
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from lctrain.runtime.process import Ranks, connect, read_ranks, say_first, stop_groups
+from lctrain.runtime.signals import end_with_parent
 
 # verb: module with rank_main(session) -> exit code
 _JOBS = {
@@ -34,7 +29,8 @@ _JOBS = {
 
 def main() -> None:
     """Entry point of a rank we started."""
-    _end_with_parent()
+    if (parent := os.environ.get("LCTRAIN_PARENT")) is not None:
+        end_with_parent(int(parent))  # no rank is left behind when the launcher is killed
     verb, path = sys.argv[1:]
     code = work(verb, load(Path(path)), read_ranks())
     sys.stdout.flush()
@@ -50,11 +46,11 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
     try:
         import_torch(config.device)
     except LctrainError as error:  # the same on every rank of a machine; without torch there is no store to ask
-        return error.exit_code if ranks.local_rank == 0 and _say_first(None, f"error: {error}") else EXIT_ECHO
+        return error.exit_code if ranks.local_rank == 0 and say_first(None, f"error: {error}") else EXIT_ECHO
     from lctrain.train.gate import PeerFailed
     from lctrain.train.out_of_memory import explain
     from lctrain.train.session import Session
-    from lctrain.train.stop import StopFlag, StoppedEarly
+    from lctrain.train.stop import StopFlag
 
     # Whole tensors are put together one at a time only to compare or to save; torch warns that this is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -71,49 +67,25 @@ def work(verb: str, config: TrainConfig, ranks: Ranks) -> int:
         return code
     except PeerFailed:
         return EXIT_ECHO
-    except StoppedEarly:
-        _say_first(store, "stopped before the first step; the same command starts it again")
-        return EXIT_PREEMPTED
     except LctrainError as error:
-        return error.exit_code if _say_first(store, f"error: {error}") else EXIT_ECHO
+        return error.exit_code if say_first(store, f"error: {error}") else EXIT_ECHO
     except TrainingStopped as error:
-        return EXIT_BUG if _say_first(store, f"error: {error}") else EXIT_ECHO
+        return EXIT_BUG if say_first(store, f"error: {error}") else EXIT_ECHO
     except Exception as error:
         if _lost_peer(error):
-            _say_first(store, f"rank {ranks.rank} lost its connection to another rank, which has ended")
+            say_first(store, f"rank {ranks.rank} lost its connection to another rank, which has ended")
             return EXIT_ECHO
         known = None if session is None else explain(error, session)
         if known is not None:
-            return known.exit_code if _say_first(store, f"error: {known}") else EXIT_ECHO
+            return known.exit_code if say_first(store, f"error: {known}") else EXIT_ECHO
         text = f"rank {ranks.rank} failed:\n{traceback.format_exc()}"
-        return EXIT_BUG if _say_first(store, text) else EXIT_ECHO
+        return EXIT_BUG if say_first(store, text) else EXIT_ECHO
 
 
 def _lost_peer(error: Exception) -> bool:
     """Whether gloo says that another rank's process is gone: the cause is there, and so is the traceback."""
     text = str(error)
     return "gloo" in text and any(why in text for why in ("closed by peer", "reset by peer", "Broken pipe"))
-
-
-def _say_first(store: Store | None, text: str) -> bool:
-    """Print unless another rank has: the first failure is the cause, later ones are its echoes."""
-    try:
-        first = store is None or store.add("lctrain/failures", 1) == 1
-    except RuntimeError:  # the store died with the rank that hosts it, which has spoken
-        first = False
-    if first:
-        print(text, file=sys.stderr, flush=True)
-    return first
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to end this process when the launcher is killed, so that no rank is left behind."""
-    parent = os.environ.get("LCTRAIN_PARENT")
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(parent):
-        os._exit(EXIT_BUG)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ EPS = {
     LarsForm.clipped: 1e-8,
     LarsForm.fujitsu: 1e-9,
 }
-_CACHE_LINE = 64  # bytes; what torch aligns memory to
 _LR_INSIDE = (LarsForm.paper, LarsForm.fujitsu)
 
 
@@ -128,7 +127,7 @@ class Lars(torch.optim.Optimizer):
         # Sharded tensors share one all-reduce.
         known = [n.tolist() for n in _whole_norms(axes, weights, grads)] if axes else None
         for i, (w, g, v) in enumerate(zip(weights, grads, buffers, strict=True)):
-            w_norm, g_norm = (known[0][i], known[1][i]) if known else (_weight_norm(w), _norm(g))
+            w_norm, g_norm = (known[0][i], known[1][i]) if known else (_norm(w), _norm(g))
             ratio, decays = self._ratio(w_norm, g_norm, lr, beta)
             factor = ratio * lr if inside else ratio
             sgd([w], [g], [v], factor=factor, decay=factor * beta if decays else 0.0)
@@ -192,21 +191,16 @@ def _sgd(
         w.sub_(g.add_(v, alpha=momentum) if nesterov else v, alpha=lr)
 
 
-def _weight_norm(weight: torch.Tensor) -> float:
-    """`_norm` of a weight, by BLAS where it can: quicker than torch's own reduction.
-
-    BLAS adds in an order that depends on where the tensor lies. A weight lies on a cache line in every run; a gradient
-    lies anywhere in DDP's buckets, and elsewhere after the first step, so that a continued run would not be the same.
-    """
-    exact = weight.dtype in (torch.float32, torch.float64) and weight.data_ptr() % _CACHE_LINE == 0
-    if not exact or not _walkable(weight):
-        return _norm(weight)
-    line = _line(weight)
-    return math.sqrt(float(torch.dot(line, line)))
-
-
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    """L2 norm, by NumPy's BLAS where it can: twice as quick as torch's own reduction.
+
+    OpenBLAS adds from the front, wherever the tensor lies in memory; torch.dot adds in another order elsewhere. A
+    gradient lies anywhere in DDP's buckets, and elsewhere after the first step: a continued run would not be the same.
+    """
+    if tensor.dtype not in (torch.float32, torch.float64) or not _walkable(tensor):
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    line = _line(tensor).numpy()
+    return math.sqrt(float(line.dot(line)))
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:

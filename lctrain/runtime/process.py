@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -140,3 +141,14 @@ def listen() -> socket.socket:
     sock = socket.create_server(("127.0.0.1", 0))
     sock.set_inheritable(True)
     return sock
+
+
+def say_first(store: Store | None, text: str) -> bool:
+    """Print unless another rank has: the first failure is the cause, later ones are its echoes."""
+    try:
+        first = store is None or store.add("lctrain/failures", 1) == 1
+    except RuntimeError:  # the store died with the rank that hosts it, which has spoken
+        first = False
+    if first:
+        print(text, file=sys.stderr, flush=True)
+    return first

@@ -1,39 +1,29 @@
-"""Signals that end a wait, whenever they come."""
+"""Signals that end a wait whenever they come, and processes that end with another."""
 
 from __future__ import annotations
 
-import math
+import ctypes
+import os
 import signal
 import socket
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lctrain.errors import EXIT_BUG
+
 AGAIN_S = 0.5
-GIVING_UP_S = 5.0
-
-
-class GivingUp:
-    """Raises `error` when called, but not again within GIVING_UP_S: what is open is closed meanwhile, undisturbed."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self._error, self._raised = error, -math.inf
-
-    def __call__(self, *_: object) -> None:
-        if time.monotonic() - self._raised > GIVING_UP_S:
-            self._raised = time.monotonic()
-            raise self._error
 
 
 @contextmanager
 def insisting(*numbers: int, by: int) -> Iterator[None]:
     """Within it, a signal of `numbers` is followed by signal `by`, again and again until the block is left.
 
-    Python runs a signal's handler between two instructions of the main thread. A signal that comes just before that
-    thread waits for a lock is heard only after the wait; a handler that raises while a destructor runs does so to no
-    effect. Another signal interrupts the wait, and is a second chance to raise. Main thread only; both signals need
-    handlers of Python's.
+    Python runs a signal's handler between two instructions of the main thread: a signal that comes just before that
+    thread waits for a lock would be heard only after the wait. Another one interrupts it. The handlers must not
+    count on coming once, and should end the process rather than raise: what is raised inside a destructor or an
+    import may be lost. Main thread only; both signals need handlers of Python's.
     """
     main, left = threading.get_ident(), threading.Event()
     heard, told = socket.socketpair()
@@ -55,3 +45,12 @@ def insisting(*numbers: int, by: int) -> Iterator[None]:
         told.close()
         watcher.join()
         heard.close()
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when `parent`, which started it, ends in any way; at once if it has."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(EXIT_BUG)

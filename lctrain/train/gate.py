@@ -29,7 +29,7 @@ def first_on_node(
 
     `action` returns a value whose str() is the note. Raises PeerFailed on the others when it failed.
     """
-    key = f"{name}/{ranks.rank // ranks.local_world_size}"
+    key = _key(ranks, name)
     if ranks.local_rank == 0:
         try:
             result = action()
@@ -43,6 +43,16 @@ def first_on_node(
     if not note.startswith("ok:"):
         raise PeerFailed
     return wait(note.removeprefix("ok:"))
+
+
+def abandon(ranks: Ranks, store: Store, name: str) -> None:
+    """Let the ranks that wait in `first_on_node` for this one go: they raise PeerFailed."""
+    if ranks.local_rank == 0:
+        store.set(_key(ranks, name), "failed")
+
+
+def _key(ranks: Ranks, name: str) -> str:
+    return f"{name}/{ranks.rank // ranks.local_world_size}"
 
 
 def share(ranks: Ranks, store: Store, name: str, make: Callable[[], str]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -17,14 +19,14 @@ from lctrain.config.precision import Bf16Config, Fp16Config
 from lctrain.config.resolve import Resolved, resolve
 from lctrain.config.root import TrainConfig
 from lctrain.engines.build import check_engine
-from lctrain.errors import DeviceError
+from lctrain.errors import EXIT_PREEMPTED, DeviceError
 from lctrain.runtime.device import Accelerator, choose, host_memory_bytes, wanted_type
 from lctrain.runtime.environment import prepare_environment
 from lctrain.runtime.mesh import Mesh
 from lctrain.runtime.overflow import overflow_flag
-from lctrain.runtime.process import Ranks, start_groups
+from lctrain.runtime.process import Ranks, say_first, start_groups
 from lctrain.train.callbacks.build import check_logs
-from lctrain.train.gate import first_on_node, share
+from lctrain.train.gate import abandon, first_on_node, share
 from lctrain.train.log import Log
 from lctrain.train.memory_check import ModelCounts, check_memory
 from lctrain.train.regime import Input, input_of
@@ -32,6 +34,8 @@ from lctrain.train.stop import StopFlag
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_PREPARED = "prepared"
 
 
 @dataclass
@@ -102,7 +106,7 @@ class Session:
         """Check, then prepare on the node's first rank while the others wait; then open on every rank.
 
         Gives a split or None for each name. Raises what `check` and the regime's prepare raise, on the first rank;
-        PeerFailed on the others; StoppedEarly after a signal to stop.
+        PeerFailed on the others. A signal to stop ends the process, see `leave_early`.
         """
         keys: dict[str, str] = {}
 
@@ -113,14 +117,21 @@ class Session:
                 keys[split] = prepared.key if prepared else ""
             return ",".join(keys[s] for s in splits)
 
-        with self.stop.at_once():
+        with self.stop.at_once(self.leave_early):
             note = first_on_node(
-                self.ranks, self.store, "prepared", first, lambda text: text, self.config.launch.prepare_timeout_s
+                self.ranks, self.store, _PREPARED, first, lambda text: text, self.config.launch.prepare_timeout_s
             )
         return {
             split: self.input.open(key, split) if key else None
             for split, key in zip(splits, note.split(","), strict=True)
         }
+
+    def leave_early(self) -> NoReturn:
+        """End this process before it has made a step: nothing is lost that the same command does not make again."""
+        with suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            abandon(self.ranks, self.store, _PREPARED)
+        say_first(self.store, "stopped before the first step; the same command starts it again")
+        os._exit(EXIT_PREEMPTED)
 
     def share(self, name: str, make: Callable[[], str]) -> str:
         """A string made by rank 0, on every rank."""

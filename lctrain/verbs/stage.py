@@ -7,13 +7,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 from lctrain.config.compose import compose_config, conf_dir, explain
 from lctrain.config.images import ImagesConfig
 from lctrain.data.images.prepare import prepare_images
 from lctrain.errors import EXIT_OK, ConfigError
-from lctrain.runtime.signals import GivingUp, insisting
+from lctrain.runtime.signals import insisting
 
 
 def run(command: Any) -> int:
@@ -23,14 +24,10 @@ def run(command: Any) -> int:
         return _show(cfg)
     report = partial(print, flush=True)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell starts what runs in the background so
-        signal.signal(signal.SIGINT, GivingUp(KeyboardInterrupt))
-    try:
-        with insisting(signal.SIGINT, by=signal.SIGINT):
-            train = prepare_images(cfg, split="train", report=report, verify=True)
-            held = prepare_images(cfg, split="eval", report=report, verify=True)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
-        os._exit(128 + signal.SIGINT)  # threads that read from the source would be waited for
+        signal.signal(signal.SIGINT, _leave)
+    with insisting(signal.SIGINT, by=signal.SIGINT):
+        train = prepare_images(cfg, split="train", report=report, verify=True)
+        held = prepare_images(cfg, split="eval", report=report, verify=True)
     assert train is not None
     if held is None:
         report("data: the source has no validation part (val/, validation/ or test/); data.eval_source gives one")
@@ -40,6 +37,13 @@ def run(command: Any) -> int:
     if any("://" in (source or "") for source in (cfg.source, cfg.eval_source)):
         report("an object store is not asked again for what is staged; remove a folder to copy what changed there")
     return EXIT_OK
+
+
+def _leave(_: int, __: FrameType | None) -> NoReturn:
+    # Raising would not do: an import could swallow it, and threads that read from the source would be waited for.
+    shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # the progress bar hides the cursor
+    os.write(2, f"{shown}interrupted; the same command goes on where this one stopped\n".encode())
+    os._exit(128 + signal.SIGINT)
 
 
 def _images(overrides: Sequence[str], config_dir: str | None) -> ImagesConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lctrain import worker
 from lctrain.config.root import Device
 from lctrain.errors import DataError, DeviceError, TrainingStopped
 from lctrain.runtime.process import Ranks
-from lctrain.train.gate import PeerFailed
+from lctrain.train.gate import PeerFailed, first_on_node
 from tests.support.tiny import tiny_config
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
@@ -106,19 +107,33 @@ def test_the_session_gets_the_config_and_a_stop_flag_that_hears_signals(play: An
     assert play(rank_main) == 75
 
 
-def test_a_signal_before_the_first_step_ends_the_rank_there(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
+class Left(BaseException):
+    """The process has ended."""
+
+
+def test_a_signal_before_the_first_step_ends_the_rank_there(
+    play: Any, store: dist.Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> NoReturn:
+        raise Left(code)
+
     def while_preparing(session: Any) -> int:
-        with session.stop.at_once():
+        with session.stop.at_once(session.leave_early):
             signal.raise_signal(signal.SIGTERM)
         return 1
 
     def just_before(session: Any) -> int:
         signal.raise_signal(signal.SIGTERM)
-        with session.stop.at_once():
+        with session.stop.at_once(session.leave_early):
             return 1
 
-    assert [play(while_preparing), play(just_before)] == [75, 75]
+    monkeypatch.setattr(os, "_exit", leave)
+    for rank_main in (while_preparing, just_before):
+        with pytest.raises(Left, match="75"):
+            play(rank_main)
     assert capsys.readouterr().err == "stopped before the first step; the same command starts it again\n"
+    with pytest.raises(PeerFailed):
+        first_on_node(Ranks(1, 2, 1, 2, "lctrain"), store, "prepared", pytest.fail, pytest.fail, 1)
 
 
 def test_memory_that_ran_out_is_the_users_to_mend_and_has_no_traceback(
