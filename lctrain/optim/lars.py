@@ -126,7 +126,7 @@ class Lars(torch.optim.Optimizer):
             return
         # Sharded tensors share one all-reduce.
         known = [n.tolist() for n in _whole_norms(axes, weights, grads)] if axes else None
-        for i, (w, g, v) in enumerate(zip(weights, grads, buffers, strict=True)):
+        for i, (w, g, v) in enumerate(map(_lines, weights, grads, buffers)):
             w_norm, g_norm = (known[0][i], known[1][i]) if known else (_norm(w), _norm(g))
             ratio, decays = self._ratio(w_norm, g_norm, lr, beta)
             factor = ratio * lr if inside else ratio
@@ -173,13 +173,13 @@ def _sgd(
 ) -> None:
     """v <- momentum v + factor g + decay w, then w <- w - lr v (Nesterov: lr (the new part + momentum v)), in place."""
     fused = getattr(torch, "_fused_sgd_", None)
-    if fused is not None and factor > 0 and all(map(_walkable, weights, grads, buffers)):
+    lines = list(map(_lines, weights, grads, buffers))
+    if fused is not None and factor > 0 and all(_alike(*line) for line in lines):
         # What is left of a gradient after dampening: any factor in one pass. Nesterov's step takes the gradient
         # undampened, so there a gradient scale divides it before the decay is added.
         dampened = not nesterov
-        # The kernel copies what is not contiguous, channels-last weights too, so it gets memory as a line.
         fused(
-            *([_line(t) for t in tensors] for tensors in (weights, grads, buffers)),
+            *map(list, zip(*lines, strict=True)),
             weight_decay=decay / factor if dampened else decay, momentum=momentum,
             lr=lr, dampening=1.0 - factor if dampened else 0.0, nesterov=nesterov, maximize=False, is_first_step=False,
             grad_scale=None if dampened else torch.tensor(1.0 / factor), found_inf=None,
@@ -197,21 +197,25 @@ def _norm(tensor: torch.Tensor) -> float:
     OpenBLAS adds from the front, wherever the tensor lies in memory; torch.dot adds in another order elsewhere. A
     gradient lies anywhere in DDP's buckets, and elsewhere after the first step: a continued run would not be the same.
     """
-    if tensor.dtype not in (torch.float32, torch.float64) or not _walkable(tensor):
+    if tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():
         return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
-    line = _line(tensor).numpy()
+    line = tensor.numpy().ravel()
     return math.sqrt(float(line.dot(line)))
 
 
-def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+def _lines(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors that lie in memory channels last, as lines: the fused kernel copies what is not contiguous."""
+    if all(t.is_contiguous() for t in tensors):
+        return tensors
+    steps = _steps(tensors[0])
+    if tensors[0].is_contiguous(memory_format=torch.channels_last) and all(_steps(t) == steps for t in tensors):
+        return tuple(t.as_strided((t.numel(),), (1,)) for t in tensors)
+    return tensors
 
 
-def _walkable(w: torch.Tensor, *others: torch.Tensor) -> bool:
+def _alike(*tensors: torch.Tensor) -> bool:
     """Whether the fused kernel, which walks memory from front to back, meets the same element in all of them."""
-    dense = w.is_contiguous() or (w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last))
-    return dense and all(t.dtype == w.dtype and (t.stride() == w.stride() or _steps(t) == _steps(w)) for t in others)
+    return all(t.is_contiguous() and t.dtype == tensors[0].dtype for t in tensors)
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:
